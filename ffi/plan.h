@@ -1,9 +1,9 @@
 // Which kernel family serves a problem, its launch shape and its workspace: host arithmetic only.
 //
-// The same functions answer Python (jax_gn.plan_forward, and the size of the workspace that a traced
-// call asks XLA for) and the handlers (at run time, with the limits of the device they run on). So
-// the tracing machine need not be the running one: `workspace_bytes` depends on the problem, the
-// platform and the preference alone, never on the device, and everything else may.
+// The same functions answer Python (jax_gn.plan_forward, and the size of the workspace that a
+// traced call asks XLA for) and the handlers (at run time, with the limits of the device they run
+// on). So the tracing machine need not be the running one: `workspace_bytes` depends on the
+// problem, the platform and the preference alone, never on the device, and everything else may.
 #ifndef JAX_GN_PLAN_H_
 #define JAX_GN_PLAN_H_
 
@@ -37,7 +37,7 @@ struct Stage {
 };
 
 struct Plan {
-  static constexpr int kMaxStages = 4;
+  static constexpr int kMaxStages = 5;
 
   Family family = Family::kThreeStage;
   int64_t workspace_bytes = 0;

@@ -1,4 +1,5 @@
-// What one call is: sizes, types and options, as decoded from XLA's buffers or given to the planner.
+// What one call is: sizes, types and options, as decoded from XLA's buffers or given to the
+// planner.
 //
 // Names are those of the Python package and the documentation: a sample n has `spatial` positions
 // times `channels`, cut into `groups` of `group_size` consecutive channels.
@@ -70,7 +71,7 @@ struct Problem {
 
 // Elements of a scale or bias of that shape.
 inline int64_t ParamElements(const Problem& problem, Param param) {
-  return param == Param::kAbsent      ? 0
+  return param == Param::kAbsent       ? 0
          : param == Param::kPerChannel ? problem.channels
                                        : problem.n * problem.channels;
 }

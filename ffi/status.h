@@ -34,8 +34,8 @@ inline Status ErrorAt(const char* file, int line, StatusCode code, const std::st
   ::jax_gn::ErrorAt(__FILE_NAME__, __LINE__, ::jax_gn::StatusCode::code, (text))
 
 // Returns from the enclosing function when `expr`, a Status, is an error.
-#define JAX_GN_TRY(expr)                                \
-  do {                                                  \
+#define JAX_GN_TRY(expr)                                                           \
+  do {                                                                             \
     if (::jax_gn::Status try_status = (expr); !try_status.ok()) return try_status; \
   } while (false)
 

@@ -19,6 +19,9 @@ class Executor {
   virtual void Schedule(std::function<void()> task) = 0;
 };
 
+// The instruction set that the loops use on this machine: "baseline", "avx2" or "avx512".
+const char* InstructionSet();
+
 // Both return when every result is written. The problem is valid and not empty (N, spatial > 0).
 Status RunForward(const Problem& problem, const Plan& plan, const ForwardArgs& args,
                   Executor& executor);

@@ -1,0 +1,38 @@
+# make demo, make test: the two commands. VENV= uses the present environment as it is (a machine
+# without a network); PYTHON chooses the interpreter that makes the environment.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+# Rebuilt when any of these changed.
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*.cmake) \
+  $(shell find jax_gn ffi -name '*.py' -o -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu')
+
+.PHONY: help install demo test lint bench clean
+
+help:
+	@echo "make demo    train a small diffusion model on real data through the kernels"
+	@echo "make test    run the test suite"
+	@echo "make lint    run the pre-commit hooks;  make bench  CPU timings;  make install  only build"
+
+# -P everywhere: the folder jax_gn/ here is source, the installed package has the compiled modules.
+install: $(if $(VENV),$(VENV)/installed)
+
+$(VENV)/installed: $(SOURCES)
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -q '.[demo,test,bench]'
+	touch $@
+
+demo: install
+	$(RUN) -P examples/digits_diffusion.py
+
+test: install
+	$(RUN) -P -m pytest -n auto -q
+
+lint:
+	PATH="$(abspath $(VENV))/bin:$$PATH" pre-commit run --all-files
+
+bench: install
+	PYTHONPATH=. $(RUN) -P -m benchmarks
+
+clean:
+	rm -rf build dist .venv .venv-ci*

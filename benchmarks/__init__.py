@@ -1,0 +1,1 @@
+"""Timings that anybody can rerun: `python -m benchmarks --help`."""

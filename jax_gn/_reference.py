@@ -1,0 +1,130 @@
+"""The definition in `jax.numpy`: the specification, the "xla" implementation, the derivative rules.
+
+With groups of D = C/G consecutive channels, M = spatial * D elements a group, per sample n:
+
+    mean = Σ x / M                rstd = 1 / sqrt(Σ (x - mean)² / M + epsilon)
+    z = (x - mean) * rstd * scale + bias                           y = act(z)
+
+and backward, with dz = dy * act'(z), A = Σ_spatial dz, B = Σ_spatial dz * (x - mean):
+
+    dbias = Σ_n A     dscale = Σ_n rstd * B     (a per-sample parameter: without the Σ_n)
+    dx = rstd * (scale * dz - Σ_D scale * A / M - (x - mean) * rstd² * Σ_D scale * B / M)
+
+Both work in the accumulator type. Plain traceable functions: JAX differentiates them to any order.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from ._problem import Parameter, Problem
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": partial(jax.nn.gelu, approximate=True),
+    "leaky_relu": jax.nn.leaky_relu,
+}
+
+
+def forward(problem: Problem, x, scale, bias, *, epsilon: float):
+    """(y, mean, rstd): y as x, the statistics [N, G] in the accumulator type."""
+    xc, mean, var = _centre(problem, _groups_view(problem, x))
+    rstd = 1 / jnp.sqrt(var + epsilon)
+    z = xc * rstd
+    if scale is not None:
+        z = z * _parameter_view(problem, scale)
+    if bias is not None:
+        z = z + _parameter_view(problem, bias)
+    y = z if problem.activation is None else _ACTIVATIONS[problem.activation](z)
+    shape = problem.statistics_shape
+    return y.reshape(problem.shape).astype(x.dtype), mean.reshape(shape), rstd.reshape(shape)
+
+
+def backward(problem: Problem, dy, x, scale, bias, mean, rstd):
+    """(dx, dscale, dbias), None for an absent parameter; bias is read only with an activation."""
+    spatial, within, _ = _axes(problem)
+    xc = _groups_view(problem, x) - _statistic_view(problem, mean)
+    rstd = _statistic_view(problem, rstd)
+    weight = 1 if scale is None else _parameter_view(problem, scale)
+    dz = _groups_view(problem, dy)
+    if problem.activation is not None:
+        shift = 0 if bias is None else _parameter_view(problem, bias)
+        _, pull = jax.vjp(_ACTIVATIONS[problem.activation], xc * rstd * weight + shift)
+        (dz,) = pull(dz)
+    a = jnp.sum(dz, spatial, keepdims=True)
+    b = jnp.sum(dz * xc, spatial, keepdims=True)
+    count = max(problem.spatial * problem.group_size, 1)
+    p = jnp.sum(weight * a, within, keepdims=True) / count
+    q = jnp.sum(weight * b, within, keepdims=True) / count
+    dx = rstd * (weight * dz - p - xc * rstd**2 * q)
+    return (
+        dx.reshape(problem.shape).astype(x.dtype),
+        _parameter_gradient(problem, rstd * b, problem.scale),
+        _parameter_gradient(problem, a, problem.bias),
+    )
+
+
+def _axes(problem: Problem) -> tuple[tuple[int, ...], int, int]:
+    """(spatial axes, within-group axis, first spatial axis) of the grouped view."""
+    rank = len(problem.shape)
+    if problem.channels_first:  # [N, G, D, *spatial]
+        return tuple(range(3, rank + 1)), 2, 3
+    return tuple(range(1, rank - 1)), rank, 1  # [N, *spatial, G, D]
+
+
+def _groups_view(problem: Problem, x):
+    """x with its channel axis split in (G, D), in the accumulator type."""
+    axis = problem.channel_axis
+    split = (problem.num_groups, problem.group_size)
+    shape = problem.shape[:axis] + split + problem.shape[axis + 1 :]
+    return x.astype(problem.accumulator).reshape(shape)
+
+
+def _broadcast_view(problem: Problem, value, n: int, split: tuple[int, int]):
+    """value, [n, G, D] in memory, with size-1 spatial axes where the grouped view has its own."""
+    spatial, _, first = _axes(problem)
+    ones = (1,) * len(spatial)
+    shape = (n, *ones, *split) if first == 1 else (n, *split, *ones)
+    return value.astype(problem.accumulator).reshape(shape)
+
+
+def _parameter_view(problem: Problem, value):
+    split = (problem.num_groups, problem.group_size)
+    return _broadcast_view(problem, value, problem.n if value.ndim == 2 else 1, split)
+
+
+def _statistic_view(problem: Problem, value):
+    return _broadcast_view(problem, value, problem.n, (problem.num_groups, 1))
+
+
+def _centre(problem: Problem, x):
+    """(x - mean, mean, var), the last two with size-1 reduced axes.
+
+    An element of the group is subtracted first: a constant group then gives mean = that constant
+    and var = 0 exactly, and a large mean costs no digits of x - mean.
+    """
+    spatial, within, _ = _axes(problem)
+    axes = (*spatial, within)
+    if math.prod(problem.shape) == 0:  # nothing to reduce: mean = var = 0, by definition of ours
+        zero = jnp.zeros([1 if i in axes else d for i, d in enumerate(x.shape)], x.dtype)
+        return x, zero, zero
+    first = tuple(slice(0, 1) if i in axes else slice(None) for i in range(x.ndim))
+    shift = jax.lax.stop_gradient(x[first])
+    shifted = x - shift
+    offset = jnp.mean(shifted, axes, keepdims=True)
+    xc = shifted - offset
+    return xc, shift + offset, jnp.mean(xc * xc, axes, keepdims=True)
+
+
+def _parameter_gradient(problem: Problem, per_sample, parameter: Parameter | None):
+    if parameter is None:
+        return None
+    value = per_sample.reshape(problem.n, problem.channels)
+    if not parameter.per_sample:
+        value = jnp.sum(value, 0)
+    return value.astype(parameter.dtype)

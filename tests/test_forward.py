@@ -1,0 +1,27 @@
+"""y of both implementations against float64 truth and Flax, over all problems."""
+
+import calls
+import numerics
+import problems
+import pytest
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*problems.named_cases(), *problems.corner_cases(), *problems.crossed_cases()],
+    ids=str,
+)
+def test_against_truth(case):
+    expected = {"y": case.expected["y"]}
+    definition = calls.value(case, "xla")
+    numerics.assert_definition(definition, expected, case.longest_sum)
+    numerics.assert_as_good_as(calls.value(case, "ffi"), definition, expected)
+
+
+# Reduced to the named problems: Flax is the yardstick for real models, and costs another compile.
+@pytest.mark.parametrize("case", problems.named_cases(), ids=str)
+def test_against_flax(case):
+    expected = {"y": case.expected["y"]}
+    flax = calls.value(case, "flax")
+    numerics.assert_same_function(flax["y"], expected["y"])
+    numerics.assert_as_good_as(calls.value(case, "ffi"), flax, expected)

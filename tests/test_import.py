@@ -1,0 +1,130 @@
+"""Loading the compiled modules: versions that don't fit, broken builds, missing ones."""
+
+import importlib
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+
+from jax_gn import _ffi
+
+
+def _python(code: str) -> str:
+    """The output of a fresh interpreter: registrations last as long as the process."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_headers_newer_than_the_runtime():
+    """cases.md 42: our own ImportError, nothing registered, and plain JAX still works."""
+    out = _python(
+        """
+        import jax.numpy as jnp
+        import jax_gn
+        from jax_gn import _ffi
+        _ffi.runtime_ffi_version = lambda: (0, 0)
+        x = jnp.ones((2, 3, 4))
+        for implementation in (None, "ffi", ("ffi", "xla")):
+            try:
+                jax_gn.group_norm(x, num_groups=2, implementation=implementation)
+            except ImportError as error:
+                print(error)
+            else:
+                raise AssertionError("taken")
+        print(jnp.arange(4.0).sum(), jax_gn.group_norm(x, num_groups=2, implementation="xla").sum())
+        """
+    )
+    *errors, plain = out.strip().splitlines()
+    assert len(errors) == 3 and plain == "6.0 0.0"
+    for text in ("jax_gn._cpu", "headers 0.", "offers 0.0", "upgrade jax", "JAX_GN_XLA_INCLUDE"):
+        assert all(text in error for error in errors), text
+
+
+@pytest.mark.parametrize(
+    "built, runtime, taken",
+    [
+        ((0, 1), (0, 1), True),
+        ((0, 1), (0, 3), True),
+        ((0, 2), (0, 1), False),
+        ((0, 1), (1, 1), False),
+        ((1, 0), (0, 9), False),
+    ],
+)
+def test_version_rule(monkeypatch, built, runtime, taken):
+    monkeypatch.setattr(_ffi, "runtime_ffi_version", lambda: runtime)
+    module = types.SimpleNamespace(__name__="jax_gn._cpu", ffi_api_version=built)
+    if taken:
+        _ffi._check_version(module)
+    else:
+        with pytest.raises(ImportError, match=f"headers {built[0]}.{built[1]}.*{runtime[0]}"):
+            _ffi._check_version(module)
+
+
+def test_versions_of_this_installation():
+    """The build pins headers 0.1, so that the module serves every jax of the supported window."""
+    assert tuple(_ffi.planner().ffi_api_version) == (0, 1) <= _ffi.runtime_ffi_version()
+
+
+def _import_error(monkeypatch, error):
+    def import_module(name):
+        raise error
+
+    monkeypatch.setattr(_ffi, "importlib", types.SimpleNamespace(import_module=import_module))
+
+
+def test_module_not_built(monkeypatch):
+    _import_error(monkeypatch, ModuleNotFoundError("no module", name="jax_gn._cuda"))
+    assert _ffi.module.__wrapped__("cuda") is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("undefined symbol: cudaFoo", name="jax_gn._cuda"),
+        ModuleNotFoundError("no module named numpy", name="numpy"),
+    ],
+)
+def test_broken_build_surfaces(monkeypatch, error):
+    _import_error(monkeypatch, error)
+    with pytest.raises(ImportError) as raised:
+        _ffi.module.__wrapped__("cuda")
+    assert raised.value is error
+
+
+def test_unknown_platform_has_no_module():
+    assert _ffi.module("tpu") is None
+
+
+def test_planner_without_the_module(monkeypatch):
+    monkeypatch.setattr(_ffi, "module", lambda platform: None)
+    with pytest.raises(ImportError, match="not built.*pip install"):
+        _ffi.planner()
+
+
+def test_import_starts_no_backend():
+    """`import jax_gn` neither initializes JAX nor loads compiled code: both wait for a call."""
+    out = _python(
+        """
+        import sys
+        import jax_gn
+        print("jax_gn._cpu" in sys.modules)
+        import jax
+        jax.config.update("jax_num_cpu_devices", 2)  # refused once backends are up
+        print(len(jax.devices("cpu")))
+        """
+    )
+    assert out.split() == ["False", "2"]
+
+
+def test_public_names():
+    package = importlib.import_module("jax_gn")
+    assert sorted(package.__all__) == package.__all__
+    assert all(hasattr(package, name) for name in package.__all__)
