@@ -41,3 +41,45 @@ message(STATUS "jax_gn: CUDA module ${build_cuda} (JAX_GN_CUDA=${JAX_GN_CUDA}, n
 if(NOT build_cuda)
   return()
 endif()
+
+# Which GPUs: as asked, else the ones present, else Hopper. The newest also as PTX, which the driver
+# compiles for GPUs that came later.
+set(cuda_architectures "${JAX_GN_CUDA_ARCHITECTURES}")
+if(NOT cuda_architectures)
+  set(cuda_architectures "${gpu_capabilities}")
+endif()
+if(NOT cuda_architectures)
+  set(cuda_architectures 90)
+endif()
+set(CMAKE_CUDA_COMPILER "${JAX_GN_NVCC}")
+set(CMAKE_CUDA_ARCHITECTURES "${cuda_architectures}")
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_EXTENSIONS OFF)
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
+message(STATUS "jax_gn: CUDA architectures ${CMAKE_CUDA_ARCHITECTURES}, "
+               "nvcc ${CMAKE_CUDA_COMPILER_VERSION}")
+
+file(GLOB cuda_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/ffi/cuda/*.cu")
+add_library(jax_gn_cuda STATIC ${cuda_sources})
+target_include_directories(jax_gn_cuda PUBLIC ffi)
+# Warnings of the host compiler, and ptxas' about spills.
+target_compile_options(jax_gn_cuda PRIVATE -Xcompiler=-Wall -Xptxas=-warn-spills)
+
+nanobind_add_module(_cuda STABLE_ABI NB_STATIC NOMINSIZE ffi/cuda_module.cc)
+target_include_directories(_cuda SYSTEM PRIVATE ${JAX_GN_XLA_INCLUDE}
+                                                ${CUDAToolkit_INCLUDE_DIRS})
+target_link_libraries(_cuda PRIVATE jax_gn_cuda jax_gn_plan CUDA::cudart_static)
+install(TARGETS _cuda LIBRARY DESTINATION jax_gn)
+
+# The native harness of the kernels: tools/gpu.sh builds and runs it.
+option(JAX_GN_CUDA_HARNESS "Build tests/native/cuda_harness" OFF)
+if(JAX_GN_CUDA_HARNESS)
+  add_executable(cuda_harness tests/native/cuda_harness.cu tests/native/cases.cc
+                              tests/native/reference.cc tests/native/timing.cu
+                              tests/native/planted.cu)
+  target_link_libraries(cuda_harness PRIVATE jax_gn_cuda jax_gn_plan)
+endif()

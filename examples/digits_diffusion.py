@@ -36,7 +36,7 @@ import matplotlib.pyplot as plt
 NUM_GROUPS = 8
 NUM_CLASSES = 10
 IMAGE_SIZE = 16
-BATCH_SIZE = 64
+BATCH_SIZE = 32
 PEAK_LEARNING_RATE = 2e-3
 EMA_RATE = 0.01  # of the averaged weights that the samples are drawn with
 SAMPLING_STEPS = 40
@@ -98,7 +98,9 @@ class UNet(nnx.Module):
         context = 4 * width
         self.time1 = nnx.Linear(width, context, rngs=rngs)
         self.time2 = nnx.Linear(context, context, rngs=rngs)
-        self.label = nnx.Embed(NUM_CLASSES, context, rngs=rngs)
+        # As large as the time features from the start: the class is what the samples are asked for.
+        normal = nnx.initializers.normal(1.0)
+        self.label = nnx.Embed(NUM_CLASSES, context, embedding_init=normal, rngs=rngs)
         self.stem = nnx.Conv(1, width, (3, 3), rngs=rngs)
         self.down1 = ResBlock(width, width, context, norm, rngs=rngs)  # 16x16
         self.down2 = ResBlock(width, 2 * width, context, norm, rngs=rngs)  # 8x8
@@ -277,7 +279,7 @@ def draw_figure(path: Path, ours: Run, flax: Run, samples, real) -> None:
     axes.legend(frameon=False)
     top, bottom = right.subplots(2, 1, height_ratios=(len(samples), len(real)))
     for axes, title, images in ((top, "samples", samples), (bottom, "real digits", real)):
-        axes.imshow(tile(images, len(images) // NUM_CLASSES), cmap="gray_r")
+        axes.imshow(tile(images, len(images) // NUM_CLASSES), cmap="gray_r", vmin=-1, vmax=1)
         axes.set_title(title)
         axes.axis("off")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -297,7 +299,9 @@ def main() -> None:
     start = time.perf_counter()
     device = jax.devices()[0]
     images, labels = load_images()
-    print(f"{len(images)} digits; jax {jax.__version__} on {device.platform} ({device.device_kind})")
+    print(
+        f"{len(images)} digits; jax {jax.__version__} on {device.platform} ({device.device_kind})"
+    )
     ours, flax = train(options.steps, options.width, images, labels)
     samples = draw_samples(ours, jnp.tile(jnp.arange(NUM_CLASSES), 6))
     in_order = np.concatenate([np.flatnonzero(labels == c)[:2, None] for c in range(10)], axis=1)
@@ -309,7 +313,9 @@ def main() -> None:
         numbers = f"{run.final_loss:12.4f}{run.step_ms:12.1f}{run.temporary_mib:16.1f}"
         print(f"{run.name:20}{numbers}{run.kernel_calls:14}")
     if not ours.kernel_calls:
-        print("jax_gn ran as plain JAX here, without its kernels: `python -m jax_gn.check` says why")
+        print(
+            "jax_gn ran as plain JAX here, without its kernels: `python -m jax_gn.check` says why"
+        )
 
 
 if __name__ == "__main__":

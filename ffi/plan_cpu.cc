@@ -15,8 +15,9 @@ using cpu::CeilDiv;
 constexpr int64_t kTileBytes = 384 << 10;
 // Of x: the forward's statistics read a block twice.
 constexpr int64_t kBlockBytes = 256 << 10;
-// A row of a tile that is narrower than the sample: whole cache lines, worth a prefetch.
-constexpr int64_t kMinRowBytes = 128;
+// A row of a tile that is narrower than the sample. With rows of 128 bytes, a sample that is read
+// twice at full width is faster (Zen 3, backward: by 15 to 40 %).
+constexpr int64_t kMinRowBytes = 256;
 // Coefficients and sums of a tile (40 bytes a column) must leave room for the tile.
 constexpr int64_t kMaxTileChannels = 4096;
 

@@ -11,7 +11,6 @@
 namespace jax_gn {
 namespace {
 
-using cuda::CeilDiv;
 using cuda::kThreads;
 
 int64_t TensorBytes(const Problem& problem) { return problem.elements() * SizeOf(problem.dtype); }
@@ -26,9 +25,16 @@ void PlanRows(const Problem& problem, Plan* plan) {
   plan->tile_channels = cut.tile;
   plan->block_extent = cut.extent;
   plan->blocks = cut.pieces;
-  plan->AddStage(Streaming(forward ? "row_moments" : "row_sums", cut.blocks(),
-                           cuda::RowSharedBytes(problem)));
-  if (!cut.whole_groups()) {
+  bool combine = !cut.whole_groups();
+  if (cuda::GroupsAreRuns(problem)) {
+    const cuda::RunCut statistics = cuda::CutRuns(problem, problem.groups);
+    combine = statistics.pieces > 1;
+    plan->AddStage(Streaming("run_moments", statistics.blocks()));
+  } else {
+    plan->AddStage(Streaming(forward ? "row_moments" : "row_sums", cut.blocks(),
+                             cuda::RowSharedBytes(problem)));
+  }
+  if (combine) {
     plan->AddStage(Streaming(forward ? "combine_moments" : "combine_group_sums",
                              cuda::CombineBlocks(problem)));
   }
@@ -71,20 +77,19 @@ void PlanStreaming(const Problem& problem, Plan* plan) {
 
 void PlanThreeStage(const Problem& problem, Plan* plan) {
   const int64_t groups = problem.n * problem.groups;
-  const int threads = cuda::kThreeStageThreads;
   plan->tile_channels = problem.group_size();
   plan->block_extent = problem.spatial;
   if (problem.op == Op::kForward) {
-    plan->AddStage({"group_statistics_apply", groups, threads});
+    plan->AddStage({"group_statistics_apply", groups, kThreads});
     plan->bytes_moved = 4 * TensorBytes(problem);
     return;
   }
-  plan->AddStage({"group_sums", groups, threads});
-  plan->AddStage({"group_gradient", groups, threads});
+  plan->AddStage({"group_sums", groups, kThreads});
+  plan->AddStage({"group_gradient", groups, kThreads});
   plan->bytes_moved = 5 * TensorBytes(problem);
   for (const Param form : {Param::kPerChannel, Param::kPerSample}) {
     if (problem.scale != form && problem.bias != form) continue;
-    plan->AddStage({"channel_sums", cuda::ChannelSumBlocks(problem, form), threads});
+    plan->AddStage({"channel_sums", cuda::ChannelSumBlocks(problem, form), kThreads});
     plan->bytes_moved += 2 * TensorBytes(problem);
   }
 }
@@ -109,9 +114,9 @@ Status MakeCudaPlan(const Problem& problem, const DeviceLimits&, Family preferen
   }
   for (int i = 0; i < plan->num_stages; ++i) {
     if (plan->stages[i].grid > INT32_MAX) {
-      return JAX_GN_ERROR(kUnimplemented, "too large for one launch: " +
-                                              std::to_string(plan->stages[i].grid) +
-                                              " blocks; split the batch");
+      return JAX_GN_ERROR(kUnimplemented,
+                          "too large for one launch: " + std::to_string(plan->stages[i].grid) +
+                              " blocks; split the batch");
     }
   }
   return Status();

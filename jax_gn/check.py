@@ -98,7 +98,8 @@ def _device_report(device) -> dict:
 
         y, pull = jax.vjp(norm, *map(jnp.asarray, (x, scale, bias)))
         got = {"y": y, **dict(zip(("dx", "dscale", "dbias"), pull(jnp.asarray(dy)), strict=True))}
-    expected = _truth(*(a.astype(np.float64) for a in (dy, x, scale, bias)), groups, epsilon)
+    arrays = [a.astype(np.float64) for a in (dy, x, scale, bias)]
+    expected = _truth(*arrays, groups=groups, epsilon=epsilon)
     errors = {
         name: float(np.abs(np.asarray(got[name]) - value).max() / np.abs(value).max())
         for name, value in expected.items()
@@ -113,7 +114,7 @@ def _device_report(device) -> dict:
     }
 
 
-def _truth(dy, x, scale, bias, groups: int, epsilon: float) -> dict[str, np.ndarray]:
+def _truth(dy, x, scale, bias, *, groups: int, epsilon: float) -> dict[str, np.ndarray]:
     """The formula of group_norm's docstring and its gradient, in numpy."""
     n, spatial, channels = x.shape
     grouped = (n, spatial, groups, channels // groups)

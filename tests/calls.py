@@ -9,10 +9,11 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax_gn._ffi import TARGETS
-from problems import Case
 
 import jax_gn
+from jax_gn._ffi import TARGETS
+
+from problems import Case
 
 FORWARD, BACKWARD = TARGETS["forward"], TARGETS["backward"]
 

@@ -238,8 +238,8 @@ def expected(
 
     dyg = view.split(dy)
     dz = dyg * slope
-    # act' is smooth and at most about 1, so dz is known to an ULP of dy; and the pre-activation only
-    # as well as the saved mean, rounded to the accumulator's type, lets it be recomputed from x.
+    # act' is smooth and at most about 1, so dz is known to an ULP of dy; the pre-activation only as
+    # well as the saved mean, rounded to the accumulator's type, lets it be recomputed from x.
     shift = np.abs(mean) * rstd * np.abs(s) if activation is not None else 0
     dz_terms = np.abs(dyg) * (1 + shift)
     a, b_sum = dz.sum(1, keepdims=True), (dz * xc).sum(1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What the grids run over: named problems of real models, corner shapes, forms of scale and bias."""
+"""What the grids run over: named problems of real models, corners, forms of scale, bias."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import zlib
 
 import jax
 import jax.numpy as jnp
-import numerics
 import numpy as np
+
+import numerics
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LAYOUTS = ("channels_last", "channels_first")
@@ -213,7 +214,7 @@ def named_cases() -> tuple[Case, ...]:
 def crossed_cases() -> tuple[Case, ...]:
     """On the small problem: dtypes x activations, and forms of scale x forms of bias x both kinds.
 
-    Reduced: pairs, not the whole product of 4 x 2 x 5 x 9 calls; no code knows more than two at once.
+    Reduced: pairs, not the whole product of 4 x 2 x 5 x 9 calls; no code knows more than two.
     """
     cases = [
         dataclasses.replace(SMALL, dtype=dtype, activation=activation, layout=LAYOUTS[(i + j) % 2])

@@ -1,4 +1,4 @@
-"""Run by test_sharding.py in a process of its own with eight CPU devices; prints JSON, a row a case.
+"""Run by test_sharding.py in a process of its own with eight CPU devices; prints JSON.
 
     python sharding_worker.py
 
@@ -11,13 +11,14 @@ import json
 import re
 import sys
 
-import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_gn
+
+import calls
 
 N, HEIGHT, WIDTH, CHANNELS, GROUPS = 8, 4, 6, 32, 4
 # Mesh axes of the batch, of the height and of the channels.

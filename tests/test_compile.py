@@ -7,17 +7,18 @@ import subprocess
 import sys
 import textwrap
 
-import calls
 import jax
 import jax.export
 import jax.numpy as jnp
-import numerics
 import numpy as np
-import problems
 import pytest
-from calls import BACKWARD, FORWARD
 
 import jax_gn
+
+import calls
+import numerics
+import problems
+from calls import BACKWARD, FORWARD
 
 CASE = problems.Case("compile", (2, 16, 24, 64), 8, "silu")
 

@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numerics
 import numpy as np
 import pytest
-from calls import BACKWARD, FORWARD
 
 from jax_gn import _ffi
+
+import numerics
+from calls import BACKWARD, FORWARD
 
 N, SPATIAL, C, G = 2, 15, 12, 3
 X = (N, 3, 5, C)

@@ -1,16 +1,14 @@
 """y of both implementations against float64 truth and Flax, over all problems."""
 
+import pytest
+
 import calls
 import numerics
 import problems
-import pytest
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*problems.named_cases(), *problems.corner_cases(), *problems.crossed_cases()],
-    ids=str,
-)
+# Reduced by the corner shapes: test_backward.py checks their y, which comes with their gradients.
+@pytest.mark.parametrize("case", [*problems.named_cases(), *problems.crossed_cases()], ids=str)
 def test_against_truth(case):
     expected = {"y": case.expected["y"]}
     definition = calls.value(case, "xla")

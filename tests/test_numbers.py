@@ -1,15 +1,16 @@
 """cases.md, "Numbers": what people reported about the numerics of other GroupNorms."""
 
-import calls
 import jax
 import jax.numpy as jnp
-import numerics
 import numpy as np
-import problems
 import pytest
-from numerics import FIELD
 
 import jax_gn
+
+import calls
+import numerics
+import problems
+from numerics import FIELD
 
 RNG = np.random.default_rng(0)
 

@@ -3,15 +3,16 @@
 import dataclasses
 import itertools
 
-import calls
 import jax
 import jax.numpy as jnp
-import numerics
 import numpy as np
-import problems
 import pytest
 
 import jax_gn
+
+import calls
+import numerics
+import problems
 
 RNG = np.random.default_rng(2)
 

@@ -4,17 +4,17 @@ import dataclasses
 import itertools
 import math
 
-import calls
 import jax
 import jax.numpy as jnp
-import numerics
-import numpy as np
-import problems
 import pytest
 
 import jax_gn
 from jax_gn import _ffi, _reference
 from jax_gn._problem import problem_of
+
+import calls
+import numerics
+import problems
 
 HERE = "cuda" if jax.default_backend() == "gpu" else "cpu"
 MAKERS = {"forward": jax_gn.plan_forward, "backward": jax_gn.plan_backward}

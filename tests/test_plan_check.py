@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numerics
 import numpy as np
 import pytest
 
 import jax_gn
 from jax_gn import _ffi
+
+import numerics
 
 SHAPE, GROUPS = (2, 9, 8), 2
 

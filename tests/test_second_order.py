@@ -3,16 +3,17 @@
 import dataclasses
 import functools
 
-import calls
 import jax
 import jax.numpy as jnp
 import jax.test_util
-import numerics
 import numpy as np
-import problems
 import pytest
 
 import jax_gn
+
+import calls
+import numerics
+import problems
 
 # Reduced: the derivative rules are the definition's, differentiated by JAX; a layout, a form and an
 # activation each show up in some case. Small, since finite differences check them.
@@ -48,7 +49,7 @@ def _present(case, implementation):
 def test_reverse_over_reverse(implementation, case, x64):
     """cases.md 14, against finite differences."""
     function, arrays = _present(case, implementation)
-    jax.test_util.check_grads(function, arrays, order=2, modes=["rev"])
+    jax.test_util.check_grads(jax.jit(function), arrays, order=2, modes=["rev"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -56,6 +57,7 @@ def test_forward_over_reverse(implementation, case, x64):
     function, arrays = _present(case, implementation)
     dy = _arrays(case)[3]
 
+    @jax.jit
     def gradient(*arrays):
         return jax.vjp(function, *arrays)[1](dy)
 
@@ -98,18 +100,16 @@ def _penalised(function, arrays):
     return jax.grad(lambda arrays: _gradient_penalty(function, arrays))(arrays)
 
 
+# Reduced to two cases, the third derivative to one: each compiles for seconds.
 PRODUCTS = [
-    _by_forward_over_reverse,
-    _by_reverse_over_reverse,
-    _by_reverse_over_forward_over_reverse,
-    _penalised,
+    (product, case, dtype)
+    for product in (_by_forward_over_reverse, _by_reverse_over_reverse, _penalised)
+    for case, dtype in ((CASES[1], "float32"), (CASES[2], "float64"))
 ]
+PRODUCTS.append((_by_reverse_over_forward_over_reverse, CASES[1], "float64"))
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-# Reduced to two: the third derivative compiles for seconds.
-@pytest.mark.parametrize("case", [CASES[1], CASES[2]], ids=str)
+@pytest.mark.parametrize("product, case, dtype", PRODUCTS)
 def test_equal_to_the_definition(product, case, dtype):
     """Hessian-vector products and gradient penalties, with kernels in the HLO."""
     case = dataclasses.replace(case, dtype=dtype)
@@ -130,7 +130,7 @@ def test_hessian(x64):
     hessians = []
     for implementation in ("ffi", "xla"):
         function, arrays = _present(case, implementation)
-        hessians.append(jax.hessian(functools.partial(_energy, function))(arrays))
+        hessians.append(jax.jit(jax.hessian(functools.partial(_energy, function)))(arrays))
     jax.tree.map(lambda a, b: numerics.assert_agree(a, b, length=100), *hessians)
 
 
@@ -177,7 +177,7 @@ def test_forward_mode_of_the_definition():
     """The dot-product test: <dy, J v> = <J^T dy, v>."""
     case = dataclasses.replace(problems.SMALL, activation="gelu", scale="sample")
     *arrays, dy = _arrays(case)
-    function = calls.function_of(case, "xla")
+    function = jax.jit(calls.function_of(case, "xla"))
     tangents = tuple(jnp.cos(3 * v) for v in arrays)
     y, out = jax.jvp(function, tuple(arrays), tangents)
     _, linear = jax.linearize(function, *arrays)

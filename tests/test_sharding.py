@@ -10,8 +10,9 @@ import pathlib
 import subprocess
 import sys
 
-import numerics
 import pytest
+
+import numerics
 import sharding_worker
 from calls import BACKWARD, FORWARD
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import textwrap
 
-import calls
 import jax
 import jax.numpy as jnp
+import pytest
+
+import calls
 import numerics
 import problems
-import pytest
 
 # Long enough for several tasks a call in both layouts; and a small one, run in between.
 LARGE = problems.Case("large", (4, 64, 48, 64), 16, "silu")

@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import itertools
 
-import calls
 import jax
 import jax.numpy as jnp
-import numerics
 import numpy as np
-import problems
 import pytest
+
+import calls
+import numerics
+import problems
 from calls import BACKWARD, FORWARD
 
 SIZE = 3

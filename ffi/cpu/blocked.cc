@@ -23,45 +23,14 @@
 namespace jax_gn::cpu {
 namespace {
 
-// What both passes hold.
-template <typename Args>
-class Pass {
- protected:
-  Pass(const Problem& problem, const Plan& plan, const Args& args, Executor& executor)
-      : problem_(problem),
-        plan_(plan),
-        args_(args),
-        executor_(executor),
-        cut_(problem, plan),
-        loops_(FindLoops(problem.dtype, problem.activation)),
-        workers_(WorkersFor(problem, plan, executor)),
-        scratch_(workers_, cut_.MaxColumns()) {}
-
-  int64_t FirstGroup(const Block& block) const {
-    return block.n * problem_.groups + block.channel / problem_.group_size();
-  }
-  // Where the block begins in a tensor.
-  template <typename Pointer>
-  Pointer In(Pointer tensor, const Block& block) const {
-    return At(tensor, problem_.dtype, cut_.Offset(block));
-  }
-
-  const Problem& problem_;
-  const Plan& plan_;
-  const Args& args_;
-  Executor& executor_;
-  const Cut cut_;
-  const Loops loops_;
-  const int workers_;
-  const ScratchPool scratch_;
-};
-
 class Forward : private Pass<ForwardArgs> {
  public:
   Forward(const Problem& problem, const Plan& plan, const ForwardArgs& args, Executor& executor)
       : Pass(problem, plan, args, executor),
         partials_(static_cast<Moments*>(args.workspace)),
-        affine_(reinterpret_cast<Affine*>(partials_ + problem.n * plan.blocks * problem.groups)) {}
+        affine_(plan.blocks == 1 ? nullptr
+                                 : reinterpret_cast<Affine*>(partials_ + problem.n * plan.blocks *
+                                                                             problem.groups)) {}
 
   Status Run() {
     if (!scratch_.ok()) return ScratchPool::Exhausted();

@@ -53,6 +53,7 @@ void TileApply(const void* x, void* y, const Tile& tile, const Scratch& scratch)
       map(c * tile.stride, 1, tile.positions, Coefficients<T, Shared>(scratch, c));
     }
   }
+  if (tile.stream) StreamFence();
 }
 
 template <typename E, Activation kActivation>
@@ -117,6 +118,7 @@ void TileGradientApply(const void* dy, const void* x, void* dx, const Tile& tile
       map(c * tile.stride, 1, tile.positions, GradientCoefficients<T, Shared>(scratch, c));
     }
   }
+  if (tile.stream) StreamFence();
 }
 
 template <typename T>

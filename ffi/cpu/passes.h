@@ -128,7 +128,7 @@ JAX_GN_INLINE double Dot(const T* scale, const double* values, int64_t count) {
 }
 
 // to[row * stride + column] = value(lanes, row, column) for all of the matrix; a register may come
-// twice. `stream`: past the cache, where a row is aligned for it.
+// twice. `stream`: past the cache, where a row is aligned for it; then StreamFence().
 template <typename T, typename E, typename Value>
 JAX_GN_INLINE void MapRows(int64_t rows, int64_t width, E* to, int64_t stride, bool stream,
                            Value value) {
@@ -153,7 +153,6 @@ JAX_GN_INLINE void MapRows(int64_t rows, int64_t width, E* to, int64_t stride, b
       Store(rest, row + column, value(rest, r, column));
     }
   }
-  if (stream) StreamFence();
 }
 
 }  // namespace jax_gn::cpu::JAX_GN_ISA

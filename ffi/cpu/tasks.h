@@ -83,6 +83,39 @@ inline int WorkersFor(const Problem& problem, const Plan& plan, const Executor& 
   return Workers(executor, tasks, problem.elements() * SizeOf(problem.dtype));
 }
 
+// What the blocked family's forward and backward passes both hold.
+template <typename Args>
+class Pass {
+ protected:
+  Pass(const Problem& problem, const Plan& plan, const Args& args, Executor& executor)
+      : problem_(problem),
+        plan_(plan),
+        args_(args),
+        executor_(executor),
+        cut_(problem, plan),
+        loops_(FindLoops(problem.dtype, problem.activation)),
+        workers_(WorkersFor(problem, plan, executor)),
+        scratch_(workers_, cut_.MaxColumns()) {}
+
+  int64_t FirstGroup(const Block& block) const {
+    return block.n * problem_.groups + block.channel / problem_.group_size();
+  }
+  // Where the block begins in a tensor.
+  template <typename Pointer>
+  Pointer In(Pointer tensor, const Block& block) const {
+    return At(tensor, problem_.dtype, cut_.Offset(block));
+  }
+
+  const Problem& problem_;
+  const Plan& plan_;
+  const Args& args_;
+  Executor& executor_;
+  const Cut cut_;
+  const Loops loops_;
+  const int workers_;
+  const ScratchPool scratch_;
+};
+
 }  // namespace jax_gn::cpu
 
 #endif  // JAX_GN_CPU_TASKS_H_

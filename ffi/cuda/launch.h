@@ -1,0 +1,74 @@
+// What every launcher needs: errors as Status, launch shapes, parameters, all element types.
+#ifndef JAX_GN_CUDA_LAUNCH_H_
+#define JAX_GN_CUDA_LAUNCH_H_
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "../plan.h"
+#include "pack.h"
+
+namespace jax_gn::cuda {
+
+// A CUDA error as a Status with CUDA's own text; cudaSuccess is ok.
+inline Status ToStatus(cudaError_t error, const char* what, const char* file, int line) {
+  if (error == cudaSuccess) return Status();
+  const StatusCode code =
+      error == cudaErrorMemoryAllocation ? StatusCode::kResourceExhausted
+      : error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion
+          ? StatusCode::kUnimplemented
+          : StatusCode::kInternal;
+  std::string text =
+      std::string(what) + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error);
+  if (code == StatusCode::kUnimplemented) {
+    text += "; rebuild jax_gn with this GPU in JAX_GN_CUDA_ARCHITECTURES";
+  }
+  return ErrorAt(file, line, code, text);
+}
+
+// The status of the launch just made; clears the error, so that the process stays usable.
+#define JAX_GN_LAUNCHED(kernel) \
+  ::jax_gn::cuda::ToStatus(cudaGetLastError(), kernel, __FILE_NAME__, __LINE__)
+
+#define JAX_GN_FOR_ALL_ELEMENTS(INSTANTIATE) \
+  INSTANTIATE(float)                         \
+  INSTANTIATE(::jax_gn::Half)                \
+  INSTANTIATE(::jax_gn::BFloat16)            \
+  INSTANTIATE(double)
+
+inline dim3 Grid(const Stage& stage) { return dim3(static_cast<unsigned>(stage.grid)); }
+
+// Args: ForwardArgs or BackwardArgs.
+template <typename Args>
+Parameter ScaleOf(const Problem& problem, const Args& args) {
+  return Parameter(args.scale, problem.scale_dtype, problem.scale, problem.channels);
+}
+template <typename Args>
+Parameter BiasOf(const Problem& problem, const Args& args) {
+  return Parameter(args.bias, problem.bias_dtype, problem.bias, problem.channels);
+}
+
+// What the backward kernels read.
+template <typename E>
+struct BackwardInputs {
+  const E* dy;                 // as x
+  const E* x;                  // [N, S, C] or [N, C, S]
+  const Accumulator<E>* mean;  // [N, G]
+  const Accumulator<E>* rstd;  // [N, G]
+  Parameter scale, bias;
+  Activation activation;
+
+  BackwardInputs(const Problem& problem, const BackwardArgs& args)
+      : dy(static_cast<const E*>(args.dy)),
+        x(static_cast<const E*>(args.x)),
+        mean(static_cast<const Accumulator<E>*>(args.mean)),
+        rstd(static_cast<const Accumulator<E>*>(args.rstd)),
+        scale(ScaleOf(problem, args)),
+        bias(BiasOf(problem, args)),
+        activation(problem.activation) {}
+};
+
+}  // namespace jax_gn::cuda
+
+#endif  // JAX_GN_CUDA_LAUNCH_H_

@@ -1,0 +1,174 @@
+// Channels last, forward: RowMomentsKernel reads x and leaves mean and m2 of each group, as far as
+// it lies in the block, in its place of the workspace (or, where that is the whole group, mean and
+// rstd themselves); RowApplyKernel reads x again, in the opposite order to find its end in the L2,
+// and writes y. Threads stand as rows.h says.
+#include "launch.h"
+#include "rows.h"
+#include "streaming.h"
+
+namespace jax_gn::cuda {
+namespace {
+
+constexpr int kRows = 4;  // loads in flight a thread
+
+template <typename E, typename T = Accumulator<E>>
+struct MomentsExchange {
+  static constexpr int kSize = kRowPack<E>;
+  Exchange<double, kSize> means;
+  Exchange<T, kSize> m2s;
+
+  __device__ explicit MomentsExchange(char* shared)
+      : means{reinterpret_cast<double*>(shared)},
+        m2s{reinterpret_cast<T*>(shared + Exchange<double, kSize>::kBytes)} {}
+};
+
+// Reads the thread's rows of one sample, which begin at x, and leaves its channels' moments.
+template <typename E>
+__device__ __forceinline__ void ReadMoments(const RowCut& cut, const RowThread& thread, const E* x,
+                                            bool whole, const MomentsExchange<E>& exchange) {
+  using T = Accumulator<E>;
+  RunningMoments<T> moments[kRowPack<E>];
+  const int64_t stride = cut.sample_rows * cut.channels;
+  T count = 0;
+  WalkRows<kRows>(0, stride, thread.rows, [&](int64_t offset, int rows) {
+    Pack<E, kRowPack<E>> packs[kRows];
+    LoadRows(x + offset, stride, rows, thread.channels, whole, packs);
+#pragma unroll
+    for (int i = 0; i < kRowPack<E>; ++i) {
+      if (offset == 0) moments[i].shift = ToNumber(packs[0].values[i]);
+      moments[i].template Add<kRows>(
+          count, static_cast<T>(rows), [&](int u) { return ToNumber(packs[u].values[i]); },
+          [&](int u) { return u < rows; });
+    }
+    count += rows;
+  });
+#pragma unroll
+  for (int i = 0; i < kRowPack<E>; ++i) {
+    exchange.means.Mine(i) = moments[i].Mean();
+    exchange.m2s.Mine(i) = moments[i].m2;
+  }
+}
+
+// The moments of a unit, from those of its threads and channels: two sums, as if it were data.
+template <typename E>
+__device__ __forceinline__ Moments UnitMoments(const RowCut& cut, const RowBlock& block,
+                                               const RowUnit& unit,
+                                               const MomentsExchange<E>& exchange) {
+  const int lane = threadIdx.x % cut.lanes, first_line = unit.slot * cut.sample_rows;
+  const auto visit = [&](auto f) {
+    if (unit.columns == 0) return;
+    VisitRectangle(first_line, cut.sample_rows, unit.first_column, unit.columns, lane, cut.lanes,
+                   [&](int line, int column) {
+                     f(static_cast<double>(block.RowsOf(line - first_line)), line, column);
+                   });
+  };
+  const double total = static_cast<double>(block.rows) * unit.columns;
+  const double shift =
+      unit.columns == 0 ? 0 : exchange.means.At(cut, first_line, unit.first_column);
+  double sum = 0, m2 = 0;
+  visit([&](double count, int line, int column) {
+    sum += count * (exchange.means.At(cut, line, column) - shift);
+  });
+  const double mean = shift + LaneSum(sum, cut.lanes) / (total == 0 ? 1 : total);
+  visit([&](double count, int line, int column) {
+    const double deviation = exchange.means.At(cut, line, column) - mean;
+    m2 += exchange.m2s.At(cut, line, column) + count * deviation * deviation;
+  });
+  return {mean, LaneSum(m2, cut.lanes)};
+}
+
+template <typename E>
+__global__ void __launch_bounds__(kThreads)
+    RowMomentsKernel(RowCut cut, const E* x, Moments* parts, Statistics<Accumulator<E>> results) {
+  extern __shared__ __align__(16) char shared[];
+  const MomentsExchange<E> exchange(shared);
+  const RowBlock block(cut, blockIdx.x);
+  const RowThread thread = RowThread::Here<kRowPack<E>>(cut, block);
+  const bool whole = WholePacks<kRowPack<E>>(cut, x);
+  for (int64_t first = block.first_sample; first < block.end_sample; first += cut.batch) {
+    const int64_t n = first + thread.slot;
+    if (thread.channels > 0 && n < block.end_sample) {
+      ReadMoments(cut, thread, x + thread.Offset(cut, block, n), whole, exchange);
+    }
+    __syncthreads();
+    ForUnits(cut, block, first, [&](const RowUnit& unit) {
+      const Moments moments = UnitMoments<E>(cut, block, unit, exchange);
+      if (unit.columns == 0 || threadIdx.x % cut.lanes != 0) return;
+      if (parts != nullptr) {
+        parts[unit.place] = moments;
+      } else {
+        results.Store(unit.n * cut.groups + unit.group, moments.mean, moments.m2,
+                      static_cast<double>(cut.spatial) * cut.group_size);
+      }
+    });
+    __syncthreads();
+  }
+}
+
+template <typename E>
+__global__ void __launch_bounds__(kThreads)
+    RowApplyKernel(RowCut cut, const E* x, Parameter scale, Parameter bias,
+                   Statistics<Accumulator<E>> statistics, Activation activation, E* y) {
+  using T = Accumulator<E>;
+  constexpr int kSize = kRowPack<E>;
+  const RowBlock block(cut, gridDim.x - 1 - blockIdx.x);
+  const RowThread thread = RowThread::Here<kSize>(cut, block);
+  if (thread.channels == 0) return;
+  const bool whole_x = WholePacks<kRowPack<E>>(cut, x), whole_y = WholePacks<kRowPack<E>>(cut, y);
+  const int64_t stride = cut.sample_rows * cut.channels;
+  T mean[kSize] = {}, slope[kSize], shift[kSize], scales[kSize], biases[kSize];
+  for (int64_t n = block.first_sample + thread.slot; n < block.end_sample; n += cut.batch) {
+    scale.Load(n, thread.channel, thread.channels, T(1), scales);
+    bias.Load(n, thread.channel, thread.channels, T(0), biases);
+    ForGroups<kSize>(cut, thread.channel, thread.channels, [&](int i, int64_t group) {
+      const int64_t at = n * cut.groups + group;
+      mean[i] = statistics.mean[at];
+      slope[i] = statistics.rstd[at] * scales[i];
+      shift[i] = biases[i] - statistics.mean_low[at] * slope[i];
+    });
+    WalkRows<kRows>(thread.Offset(cut, block, n), stride, thread.rows, [&](int64_t at, int rows) {
+      Pack<E, kRowPack<E>> packs[kRows];
+      LoadRows(x + at, stride, rows, thread.channels, whole_x, packs);
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        if (u >= rows) break;
+        T z[kSize];
+        ToNumbers(packs[u], z);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) z[i] = (z[i] - mean[i]) * slope[i] + shift[i];
+        ActivateAll(activation, z);
+        StoreRow(y + at + u * stride, ToPack<E>(z), thread.channels, whole_y);
+      }
+    });
+  }
+}
+
+}  // namespace
+
+template <typename E>
+Status LaunchRowMoments(const Problem&, const RowCut& cut, const Stage& stage,
+                        const ForwardArgs& args, const ForwardSpace<E>& space,
+                        cudaStream_t stream) {
+  RowMomentsKernel<E><<<Grid(stage), stage.threads, stage.shared_bytes, stream>>>(
+      cut, static_cast<const E*>(args.x), cut.whole_groups() ? nullptr : space.parts,
+      space.statistics);
+  return JAX_GN_LAUNCHED("RowMomentsKernel");
+}
+
+template <typename E>
+Status LaunchRowApply(const Problem& problem, const RowCut& cut, const Stage& stage,
+                      const ForwardArgs& args, const ForwardSpace<E>& space, cudaStream_t stream) {
+  RowApplyKernel<E><<<Grid(stage), stage.threads, 0, stream>>>(
+      cut, static_cast<const E*>(args.x), ScaleOf(problem, args), BiasOf(problem, args),
+      space.statistics, problem.activation, static_cast<E*>(args.y));
+  return JAX_GN_LAUNCHED("RowApplyKernel");
+}
+
+#define JAX_GN_INSTANTIATE(E)                                                                    \
+  template Status LaunchRowMoments<E>(const Problem&, const RowCut&, const Stage&,               \
+                                      const ForwardArgs&, const ForwardSpace<E>&, cudaStream_t); \
+  template Status LaunchRowApply<E>(const Problem&, const RowCut&, const Stage&,                 \
+                                    const ForwardArgs&, const ForwardSpace<E>&, cudaStream_t);
+JAX_GN_FOR_ALL_ELEMENTS(JAX_GN_INSTANTIATE)
+
+}  // namespace jax_gn::cuda

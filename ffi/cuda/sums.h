@@ -1,0 +1,125 @@
+// Device arithmetic of the sums: running moments, sums across threads, the groups' results.
+//
+// All orders are fixed, so that the bits are. Threads merge in double: few numbers, no
+// cancellation.
+#ifndef JAX_GN_CUDA_SUMS_H_
+#define JAX_GN_CUDA_SUMS_H_
+
+#include <cstdint>
+
+#include "cut.h"
+
+namespace jax_gn::cuda {
+
+// Two sums side by side: of dz and of dz * xhat, or scaled ones.
+template <typename T>
+struct Pair {
+  T first, second;
+};
+
+// The sum over `lanes` neighbouring threads, in all of them: a power of two up to 32, or all
+// kThreads. Every thread of the block calls it.
+__device__ __forceinline__ double LaneSum(double value, int lanes) {
+  __shared__ double warp_sums[kThreads / 32];
+  for (int offset = (lanes < 32 ? lanes : 32) / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  if (lanes <= 32) return value;
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = 0;
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) value += warp_sums[i];
+  __syncthreads();
+  return value;
+}
+
+// The value of the first of those threads.
+__device__ __forceinline__ double FirstLane(double value, int lanes) {
+  __shared__ double first;
+  if (lanes <= 32) return __shfl_sync(0xffffffffu, value, 0, lanes);
+  if (threadIdx.x == 0) first = value;
+  __syncthreads();
+  value = first;
+  __syncthreads();
+  return value;
+}
+
+__device__ __forceinline__ Pair<double> LaneSum(Pair<double> value, int lanes) {
+  return {LaneSum(value.first, lanes), LaneSum(value.second, lanes)};
+}
+
+// The moments of the numbers added so far, about `shift`, one of them: exact for a constant, and
+// where the mean is large. Each chunk is centred on its own mean and merged by Chan's formula, so
+// that a shift that is an outlier costs nothing.
+template <typename T>
+struct RunningMoments {
+  T shift = 0, mean = 0, m2 = 0;
+
+  // Adds value(i), i < size, those with valid(i): `count` of them, after `before` others. The
+  // chunk's mean is a sum of quotients: a sum of values could overflow.
+  template <int kSize, typename Value, typename Valid>
+  __device__ __forceinline__ void Add(T before, T count, Value value, Valid valid) {
+    const T quotient = T(1) / count;
+    T deviation[kSize], chunk_mean = 0, chunk_m2 = 0;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      deviation[i] = value(i) - shift;
+      if (valid(i)) chunk_mean += deviation[i] * quotient;
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const T centred = deviation[i] - chunk_mean;
+      if (valid(i)) chunk_m2 += centred * centred;
+    }
+    const T delta = chunk_mean - mean;
+    const T weight = count / (before + count);
+    mean += delta * weight;
+    m2 += chunk_m2 + delta * (delta * (before * weight));  // no infinity times 0
+  }
+
+  __device__ __forceinline__ double Mean() const {
+    return static_cast<double>(shift) + static_cast<double>(mean);
+  }
+};
+
+// Results of a group: mean and rstd, and what the saved mean lacks, which only y still needs.
+template <typename T>
+struct Statistics {
+  T* mean;      // [N, G]
+  T* rstd;      // [N, G]
+  T* mean_low;  // [N, G]
+  double epsilon;
+
+  __device__ __forceinline__ void Store(int64_t group, double exact_mean, double m2,
+                                        double count) const {
+    const T high = static_cast<T>(exact_mean);
+    // In the accumulator's range, as the definition has it: x of 1e30 gives infinity and rstd 0.
+    const T variance = static_cast<T>(m2 / count);
+    mean[group] = high;
+    mean_low[group] = static_cast<T>(exact_mean - static_cast<double>(high));
+    rstd[group] = static_cast<T>(1 / sqrt(static_cast<double>(variance) + epsilon));
+  }
+};
+
+// A product that is rounded: never a part of a fused multiply-add.
+__device__ __forceinline__ float Rounded(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double Rounded(double a, double b) { return __dmul_rn(a, b); }
+
+// dx of one element; `means` as StoreMeans leaves them. Where the element is the whole group, its
+// scale * dz is the mean, and dx is 0 exactly.
+template <typename T>
+__device__ __forceinline__ T GradientOf(T scale, T dz, T xhat, T rstd, const Pair<T>& means) {
+  return rstd * (Rounded(scale, dz) - means.first - xhat * means.second);
+}
+
+// The means over a group of scale * dz and of scale * dz * xhat: what dx subtracts.
+template <typename T>
+__device__ __forceinline__ void StoreMeans(Pair<T>* means, int64_t group, Pair<double> sums,
+                                           double count) {
+  means[group] = {static_cast<T>(sums.first / count), static_cast<T>(sums.second / count)};
+}
+
+}  // namespace jax_gn::cuda
+
+#endif  // JAX_GN_CUDA_SUMS_H_

@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# All that needs a GPU, for any machine that has one, with nvcc on the PATH and a python3 that holds
+# jax with CUDA, flax, nanobind, scikit-build-core, cmake, ninja, pytest and pytest-xdist. Nothing is
+# downloaded or installed: the build lands in build/gpu.
+#
+#   tools/gpu.sh [build] [native] [test] [sanitize] [time]      all of them by default; build first
+#
+# Each step takes less than 10 minutes. Logs go to $OUT, else benchmarks/results/gpu/.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+out=${OUT:-$root/benchmarks/results/gpu}
+site=$root/build/gpu/site
+work=$root/build/gpu/cmake
+harness=$work/cuda_harness
+workers=${JAX_GN_WORKERS:-8}
+mkdir -p "$out" "$site"
+export XLA_PYTHON_CLIENT_PREALLOCATE=false TF_CPP_MIN_LOG_LEVEL=2
+failed=()
+
+# What every log begins with.
+about() {
+  date -u +"date %FT%TZ"
+  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+  nvcc --version | tail -n 2
+  python3 -c "
+import importlib.metadata as m
+print(*(f'{p} {m.version(p)}' for p in ('jax', 'jaxlib', 'flax', 'numpy')))"
+}
+
+# step NAME COMMAND...: runs it, keeps the log, goes on if it fails.
+step() {
+  local name=$1
+  shift
+  printf '==== %s\n' "$name"
+  if { about; "$@"; } >"$out/$name.log" 2>&1; then
+    tail -n "${show:-3}" "$out/$name.log"
+  else
+    failed+=("$name")
+    tail -n 40 "$out/$name.log"
+  fi
+}
+
+build() {
+  python3 -m pip install -q --no-build-isolation --no-deps --upgrade --target "$site" . \
+    -C build-dir="$work" -C cmake.define.JAX_GN_CUDA=ON -C cmake.define.JAX_GN_CUDA_HARNESS=ON &&
+    ls -l "$site"/jax_gn/*.so "$harness"
+}
+
+native() { "$harness" check && "$harness" repeat; }
+
+# Runs tests outside the source tree's jax_gn/, against the package just built.
+suite() { PYTHONPATH=$site JAX_GN_REQUIRE_CUDA=1 python3 -P -m pytest -q -p no:cacheprovider "$@"; }
+
+test_all() {
+  # Problems beyond 2^32 elements want the GPU for themselves.
+  suite -n "$workers" tests --ignore tests/test_cuda.py
+  local first=$?
+  suite tests/test_cuda.py && return $first
+}
+
+# The tool must first find the bug planted for it.
+finds() {
+  local tool=$1 bug=$2
+  ! compute-sanitizer --tool "$tool" --error-exitcode 9 "$harness" plant "$bug" || {
+    echo "$tool does not find the planted bug $bug"
+    return 1
+  }
+}
+clean() { compute-sanitizer --tool "$1" --error-exitcode 9 "${@:2}"; }
+
+memcheck() {
+  finds memcheck out_of_bounds && clean memcheck "$harness" check small &&
+    clean memcheck "$harness" check small bare
+}
+initcheck() { finds initcheck uninitialised && clean initcheck "$harness" check small bare unpoisoned; }
+racecheck() { finds racecheck race && clean racecheck "$harness" check small; }
+memcheck_jax() {
+  XLA_PYTHON_CLIENT_ALLOCATOR=platform PYTHONPATH=$site JAX_GN_REQUIRE_CUDA=1 \
+    clean memcheck --target-processes all python3 -P -m pytest -q -p no:cacheprovider \
+    tests/test_cuda.py -k "agree and small"
+}
+
+# NAME:N:SPATIAL:CHANNELS:GROUPS:ACTIVATION of every problem of shapes.json.
+problems() {
+  python3 -c "
+import json, math
+for name, row in json.load(open('benchmarks/shapes.json'))['problems'].items():
+    n, *spatial, c = row['shape']
+    print(name, n, math.prod(spatial), c, row['groups'], row['act'], sep=':')"
+}
+# shellcheck disable=SC2046
+time_kernels() { "$harness" time $(problems); }
+time_jax() {
+  PYTHONPATH=$site XLA_PYTHON_CLIENT_PREALLOCATE=true \
+    python3 -P tests/native/xla_timing.py "$out/xla_times.jsonl"
+}
+
+for what in "${@:-build native test sanitize time}"; do
+  for one in $what; do
+    case $one in
+      build) step build build ;;
+      native) step native native ;;
+      test) show=25 step test test_all ;;
+      sanitize)
+        for tool in memcheck initcheck racecheck memcheck_jax; do step "$tool" "$tool"; done
+        ;;
+      time)
+        step kernel_times time_kernels
+        step xla_times time_jax
+        ;;
+      *)
+        echo "no such step: $one" >&2
+        exit 2
+        ;;
+    esac
+  done
+done
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "failed: ${failed[*]}"
+  exit 1
+fi
