@@ -37,7 +37,7 @@ def _step(case, **options):
 
 
 def _arrays(case):
-    return [jnp.asarray(array) for array in case.arrays]
+    return jax.tree.map(jnp.asarray, case.arrays)
 
 
 COMMAND_BUFFERS = """
@@ -66,7 +66,8 @@ def test_command_buffers(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    texts = {path.name: path.read_text(errors="replace") for path in pathlib.Path(dump).iterdir()}
+    files = [path for path in pathlib.Path(dump).rglob("*") if path.is_file()]
+    texts = {path.name: path.read_text(errors="replace") for path in files}
     inside = [name for name, text in texts.items() if _in_command_buffer(text)]
     assert inside, f"no command buffer with our calls in {sorted(texts)}"
     with np.load(results) as saved:

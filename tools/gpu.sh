@@ -71,7 +71,7 @@ clean() { compute-sanitizer --tool "$1" --error-exitcode 9 "${@:2}"; }
 
 memcheck() {
   finds memcheck out_of_bounds && clean memcheck "$harness" check small &&
-    clean memcheck "$harness" check small bare
+    clean memcheck --padding 4096 "$harness" check small bare
 }
 initcheck() { finds initcheck uninitialised && clean initcheck "$harness" check small bare unpoisoned; }
 racecheck() { finds racecheck race && clean racecheck "$harness" check small; }

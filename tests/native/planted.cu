@@ -28,7 +28,8 @@ int Plant(const std::string& bug) {
   HARNESS_CUDA(cudaMalloc(&sum, sizeof(float)));
   HARNESS_CUDA(cudaMemset(sum, 0, sizeof(float)));
   if (bug == "out_of_bounds") {
-    OutOfBoundsKernel<<<1, kThreads>>>(numbers);
+    // Of `sum`, which ends in the middle of its 512 bytes: behind `numbers` another buffer begins.
+    OutOfBoundsKernel<<<1, 1>>>(sum);
   } else if (bug == "uninitialised") {
     UninitialisedKernel<<<1, kThreads>>>(numbers, sum);
   } else if (bug == "race") {

@@ -182,6 +182,8 @@ std::string Compare(const std::string& name, const std::vector<double>& got,
                     const std::vector<double>& want, DType dtype, DType accumulator, double length,
                     double times) {
   constexpr double kEpsilons[] = {0x1p-23, 0x1p-10, 0x1p-7, 0x1p-52};
+  // Subnormal numbers round to these; float32's and bfloat16's may be flushed to zero.
+  constexpr double kSmallest[] = {0x1p-126, 0x1p-24, 0x1p-126, 0x1p-1022};
   double largest = 0;
   for (double value : want) largest = std::max(largest, std::abs(value));
   // A fence against wrong results; how right the right ones are is tests/numerics.py's matter.
@@ -190,7 +192,8 @@ std::string Compare(const std::string& name, const std::vector<double>& got,
                          kEpsilons[static_cast<int>(accumulator)] * (1 + largest);
   if (got.size() != want.size()) return name + ": size";
   for (size_t i = 0; i < got.size(); ++i) {
-    const double allowed = rounding * std::abs(want[i]) + summing;
+    const double allowed =
+        rounding * std::abs(want[i]) + kSmallest[static_cast<int>(dtype)] + summing;
     if (!(std::abs(got[i] - want[i]) <= allowed)) {
       return name + "[" + std::to_string(i) + "] = " + std::to_string(got[i]) + " instead of " +
              std::to_string(want[i]) + ", allowed " + std::to_string(allowed);
