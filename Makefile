@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+# The CUDA version of the GPU's driver (12, 13), for jax's plugin; empty on a machine without a GPU.
+CUDA = $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 # Rebuilt when any of these changed.
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*.cmake) \
   $(shell find jax_gn ffi -name '*.py' -o -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu')
@@ -19,7 +21,7 @@ install: $(if $(VENV),$(VENV)/installed)
 
 $(VENV)/installed: $(SOURCES)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install -q '.[demo,test,bench]'
+	$(VENV)/bin/pip install -q '.[demo,test,bench]' $(if $(CUDA),'jax[cuda$(CUDA)]')
 	touch $@
 
 demo: install
