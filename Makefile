@@ -33,8 +33,10 @@ test: install
 lint:
 	PATH="$(abspath $(VENV))/bin:$$PATH" pre-commit run --all-files
 
+# The installed package before the checkout, whose jax_gn/ has no compiled modules.
 bench: install
-	PYTHONPATH=. $(RUN) -P -m benchmarks
+	PYTHONPATH="$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("platlib"))'):." \
+	  $(RUN) -P -m benchmarks
 
 clean:
 	rm -rf build dist .venv .venv-ci*

@@ -50,7 +50,7 @@ build() {
 native() { "$harness" check && "$harness" repeat; }
 
 # Runs tests outside the source tree's jax_gn/, against the package just built.
-suite() { PYTHONPATH=$site JAX_GN_REQUIRE_CUDA=1 python3 -P -m pytest -q -p no:cacheprovider "$@"; }
+suite() { PYTHONPATH=$site JAX_GN_REQUIRE_CUDA=1 python3 -P -m pytest -q -p no:cacheprovider -p no:benchmark "$@"; }
 
 test_all() {
   # Problems beyond 2^32 elements want the GPU for themselves.

@@ -8,7 +8,6 @@
 #define JAX_GN_CUDA_CUT_H_
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 
 #include "../element.h"
@@ -23,11 +22,11 @@ inline constexpr int kPackBytes = 16;  // one memory access
 inline constexpr int kMaxRowPack = 4;
 inline constexpr int kMaxTilePacks =
     64;  // 1 KiB of a row: a tile's memory accesses are whole lines
-// What a block reads: more of larger samples, but no more than their number of blocks grows.
-// H200: less leaves the blocks busy with their reductions, more leaves a single sample too few.
+// What a block reads: enough to pay for its reduction, and about 256 blocks a sample, so that one
+// sample alone fills a GPU.
 inline constexpr int64_t kMinPieceBytes = 16 << 10;
 inline constexpr int64_t kMaxPieceBytes = 256 << 10;
-inline constexpr double kPieceBytesPerPiece = 512;
+inline constexpr int64_t kPiecesPerSample = 256;
 // Small samples share a block until it reads that much.
 inline constexpr int64_t kSharedBlockBytes = 32 << 10;
 // Blocks of the backward pass, more than that go over several samples: bounds the partial sums of
@@ -56,8 +55,7 @@ inline int64_t ReadBytes(const Problem& problem) {
 
 inline int64_t PieceBytes(const Problem& problem) {
   const int64_t sample_bytes = problem.spatial * problem.channels * ReadBytes(problem);
-  const double even = std::sqrt(kPieceBytesPerPiece * static_cast<double>(sample_bytes));
-  return std::clamp(static_cast<int64_t>(even), kMinPieceBytes, kMaxPieceBytes);
+  return std::clamp(sample_bytes / kPiecesPerSample, kMinPieceBytes, kMaxPieceBytes);
 }
 
 // Channels last: a sample is a matrix, a row per position. A block takes a tile of the columns
@@ -127,11 +125,6 @@ inline RowCut CutRows(const Problem& problem) {
   const int64_t edges = width % cut.group_size == 0 ? 0 : 1;  // tiles that start inside a group
   cut.tile_groups = static_cast<int>(std::min(cut.groups, CeilDiv(width, cut.group_size) + edges));
   cut.lanes = std::min(32, PowerOfTwoBelow(kThreads / (cut.batch * cut.tile_groups)));
-  const int64_t group_packs = cut.group_size / pack;
-  const bool warp_groups = problem.spatial == 1 && cut.group_size % pack == 0 &&
-                           group_packs == PowerOfTwoBelow(group_packs) && group_packs <= 32 &&
-                           cut.tile_packs % group_packs == 0;
-  cut.warp_lanes = warp_groups ? static_cast<int>(group_packs) : 0;
   cut.channel_lanes = std::min(32, PowerOfTwoBelow(kThreads / width));
   return cut;
 }
