@@ -25,6 +25,12 @@ void PlanRows(const Problem& problem, Plan* plan) {
   plan->tile_channels = cut.tile;
   plan->block_extent = cut.extent;
   plan->blocks = cut.pieces;
+  if (cut.warp_lanes > 0) {
+    plan->AddStage(Streaming(forward ? "feature_forward" : "feature_backward", cut.blocks(),
+                             forward ? 0 : cuda::RowSharedBytes(problem)));
+    plan->bytes_moved = CompulsoryBytes(problem);
+    return;
+  }
   bool combine = !cut.whole_groups();
   if (cuda::GroupsAreRuns(problem)) {
     const cuda::RunCut statistics = cuda::CutRuns(problem, problem.groups);

@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(kThreads)
     m2 += parts[place].m2 + static_cast<double>(elements) * deviation * deviation;
   });
   m2 = LaneSum(m2, cut.lanes);
-  if (valid && lane == 0) results.Store(index, mean, m2, total);
+  if (!valid || lane != 0) return;
+  results.Store(index, GroupResult<T>(mean, m2, static_cast<int64_t>(total), results.epsilon));
 }
 
 // Channels first the parts are the channels, not yet scaled, a row of `channel_rows` per piece.

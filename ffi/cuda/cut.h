@@ -8,6 +8,7 @@
 #define JAX_GN_CUDA_CUT_H_
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "../element.h"
@@ -22,11 +23,11 @@ inline constexpr int kPackBytes = 16;  // one memory access
 inline constexpr int kMaxRowPack = 4;
 inline constexpr int kMaxTilePacks =
     64;  // 1 KiB of a row: a tile's memory accesses are whole lines
-// What a block reads: enough to pay for its reduction, and about 256 blocks a sample, so that one
-// sample alone fills a GPU.
+// What a block reads: more of larger samples, but no more than their number of blocks grows.
+// H200: less leaves the blocks busy with their reductions, more leaves a single sample too few.
 inline constexpr int64_t kMinPieceBytes = 16 << 10;
 inline constexpr int64_t kMaxPieceBytes = 256 << 10;
-inline constexpr int64_t kPiecesPerSample = 256;
+inline constexpr double kPieceBytesPerPiece = 512;
 // Small samples share a block until it reads that much.
 inline constexpr int64_t kSharedBlockBytes = 32 << 10;
 // Blocks of the backward pass, more than that go over several samples: bounds the partial sums of
@@ -55,7 +56,8 @@ inline int64_t ReadBytes(const Problem& problem) {
 
 inline int64_t PieceBytes(const Problem& problem) {
   const int64_t sample_bytes = problem.spatial * problem.channels * ReadBytes(problem);
-  return std::clamp(sample_bytes / kPiecesPerSample, kMinPieceBytes, kMaxPieceBytes);
+  const double even = std::sqrt(kPieceBytesPerPiece * static_cast<double>(sample_bytes));
+  return std::clamp(static_cast<int64_t>(even), kMinPieceBytes, kMaxPieceBytes);
 }
 
 // Channels last: a sample is a matrix, a row per position. A block takes a tile of the columns
@@ -71,6 +73,7 @@ struct RowCut {
   int batch;                 // samples at a time: one for each `sample_rows` of the threads
   int tile_groups;           // at most so many groups meet a tile
   int lanes, channel_lanes;  // threads that add up a group, a channel
+  int warp_lanes;            // a group is one row of so many threads of a warp; 0: it is not
 
   constexpr int64_t sample_blocks() const { return CeilDiv(n, samples); }
   constexpr int64_t blocks() const { return sample_blocks() * pieces * tiles; }
@@ -125,6 +128,11 @@ inline RowCut CutRows(const Problem& problem) {
   const int64_t edges = width % cut.group_size == 0 ? 0 : 1;  // tiles that start inside a group
   cut.tile_groups = static_cast<int>(std::min(cut.groups, CeilDiv(width, cut.group_size) + edges));
   cut.lanes = std::min(32, PowerOfTwoBelow(kThreads / (cut.batch * cut.tile_groups)));
+  const int64_t group_packs = cut.group_size / pack;
+  const bool warp_groups = problem.spatial == 1 && cut.group_size % pack == 0 &&
+                           group_packs == PowerOfTwoBelow(group_packs) && group_packs <= 32 &&
+                           cut.tile_packs % group_packs == 0;
+  cut.warp_lanes = warp_groups ? static_cast<int>(group_packs) : 0;
   cut.channel_lanes = std::min(32, PowerOfTwoBelow(kThreads / width));
   return cut;
 }
@@ -203,6 +211,10 @@ inline Workspace LayOut(const Problem& problem) {
   // Channels first, dx needs the sums of the channels even where dscale and dbias are not wanted.
   if (forward || (last && !HasParam(problem))) space.channel_rows = 0;
   space.group_sums = AlignUp(space.channel_rows * problem.channels * 2 * size, kPackBytes);
+  if (last && CutRows(problem).warp_lanes > 0) {  // features.cu keeps its groups to itself
+    space.bytes = space.group_sums;
+    return space;
+  }
   space.results =
       space.group_sums + AlignUp(parts * (forward ? sizeof(Moments) : 2 * size), kPackBytes);
   space.bytes = space.results + problem.n * problem.groups * size * (forward ? 1 : 2);

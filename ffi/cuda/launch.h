@@ -11,9 +11,12 @@
 
 namespace jax_gn::cuda {
 
-// A CUDA error as a Status with CUDA's own text; cudaSuccess is ok.
+// A CUDA error as a Status with CUDA's own text; cudaSuccess is ok. Clears CUDA's memory of it, so
+// that the process stays usable.
 inline Status ToStatus(cudaError_t error, const char* what, const char* file, int line) {
   if (error == cudaSuccess) return Status();
+  static_cast<void>(cudaGetLastError());  // or the next launch would be blamed for it
+  (void)cudaGetLastError();               // or the next launch would find it
   const StatusCode code =
       error == cudaErrorMemoryAllocation ? StatusCode::kResourceExhausted
       : error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion
@@ -27,7 +30,7 @@ inline Status ToStatus(cudaError_t error, const char* what, const char* file, in
   return ErrorAt(file, line, code, text);
 }
 
-// The status of the launch just made; clears the error, so that the process stays usable.
+// The status of the launch just made.
 #define JAX_GN_LAUNCHED(kernel) \
   ::jax_gn::cuda::ToStatus(cudaGetLastError(), kernel, __FILE_NAME__, __LINE__)
 

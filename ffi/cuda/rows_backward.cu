@@ -5,42 +5,15 @@
 // parameter is per sample. RowGradientKernel reads dy and x again, in the opposite order, and
 // writes dx. Threads stand as rows.h says.
 #include "launch.h"
-#include "rows.h"
+#include "rows_backward.h"
 #include "streaming.h"
 
 namespace jax_gn::cuda {
 namespace {
 
-constexpr int kRows = 2;  // of dy and of x in flight a thread
-
-// What a thread knows of its channels, for one sample.
-template <typename E, typename T = Accumulator<E>>
-struct RowCoefficients {
-  static constexpr int kSize = kRowPack<E>;
-  T mean[kSize] = {}, rstd[kSize] = {}, scale[kSize], bias[kSize];
-
-  __device__ __forceinline__ void Load(const RowCut& cut, const RowThread& thread, int64_t n,
-                                       const BackwardInputs<E>& in) {
-    in.scale.Load(n, thread.channel, thread.channels, T(1), scale);
-    in.bias.Load(n, thread.channel, thread.channels, T(0), bias);
-    ForGroups<kSize>(cut, thread.channel, thread.channels, [&](int i, int64_t group) {
-      mean[i] = in.mean[n * cut.groups + group];
-      rstd[i] = in.rstd[n * cut.groups + group];
-    });
-  }
-
-  // x becomes xhat and dy becomes dz.
-  __device__ __forceinline__ void Differentiate(Activation activation, T (&x)[kSize],
-                                                T (&dy)[kSize]) const {
-    T z[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      x[i] = (x[i] - mean[i]) * rstd[i];
-      z[i] = x[i] * scale[i] + bias[i];
-    }
-    ActivateBackwardAll(activation, z, dy);
-  }
-};
+// Rows of dy and of x in flight a thread: 32 bytes of each.
+template <typename E>
+inline constexpr int kRows = 32 / (kRowPack<E> * static_cast<int>(sizeof(E)));
 
 // Calls f(offset of the row, xhat, dz) for the thread's rows of one sample.
 template <typename E, typename F>
@@ -51,12 +24,12 @@ __device__ __forceinline__ void WalkGradients(const RowCut& cut, const RowThread
   const bool whole_x = WholePacks<kRowPack<E>>(cut, in.x),
              whole_dy = WholePacks<kRowPack<E>>(cut, in.dy);
   const int64_t stride = cut.sample_rows * cut.channels;
-  WalkRows<kRows>(offset, stride, thread.rows, [&](int64_t at, int rows) {
-    Pack<E, kRowPack<E>> x_packs[kRows], dy_packs[kRows];
+  WalkRows<kRows<E>>(offset, stride, thread.rows, [&](int64_t at, int rows) {
+    Pack<E, kRowPack<E>> x_packs[kRows<E>], dy_packs[kRows<E>];
     LoadRows(in.x + at, stride, rows, thread.channels, whole_x, x_packs);
     LoadRows(in.dy + at, stride, rows, thread.channels, whole_dy, dy_packs);
 #pragma unroll
-    for (int u = 0; u < kRows; ++u) {
+    for (int u = 0; u < kRows<E>; ++u) {
       if (u >= rows) break;
       T x[kRowPack<E>], dy[kRowPack<E>];
       ToNumbers(x_packs[u], x);
@@ -67,54 +40,59 @@ __device__ __forceinline__ void WalkGradients(const RowCut& cut, const RowThread
   });
 }
 
-// The threads' sums, over a rectangle of lines and columns.
-template <typename T, int kSize>
-__device__ __forceinline__ Pair<double> SumRectangle(const RowCut& cut,
-                                                     const Exchange<Pair<T>, kSize>& exchange,
-                                                     int line, int lines, int column, int columns,
-                                                     int lanes) {
-  Pair<double> sum = {0, 0};
-  if (columns > 0) {
-    VisitRectangle(line, lines, column, columns, threadIdx.x % lanes, lanes, [&](int l, int c) {
-      const Pair<T> pair = exchange.At(cut, l, c);
-      sum.first += pair.first;
-      sum.second += pair.second;
-    });
+// Reads the thread's rows of sample n. Adds to its channel sums (or sets them, where each sample
+// has its own) and leaves the scaled sums in the exchange.
+template <typename E, typename T = Accumulator<E>>
+__device__ __forceinline__ void ReadSums(const RowCut& cut, const RowBlock& block,
+                                         const RowThread& thread, int64_t n,
+                                         const BackwardInputs<E>& in, bool per_sample,
+                                         const Exchange<Pair<T>, kRowPack<E>>& exchange,
+                                         const Exchange<Pair<T>, kRowPack<E>>& channel_sums) {
+  constexpr int kSize = kRowPack<E>;
+  Pair<T> sums[kSize] = {};
+  RowCoefficients<E> coefficients;
+  coefficients.Load(cut, thread, n, in);
+  WalkGradients(cut, thread, thread.Offset(cut, block, n), in, coefficients,
+                [&](int64_t, const T(&xhat)[kSize], const T(&dz)[kSize]) {
+#pragma unroll
+                  for (int i = 0; i < kSize; ++i) {
+                    sums[i].first += dz[i];
+                    sums[i].second += dz[i] * xhat[i];
+                  }
+                });
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const Pair<T> before = per_sample ? Pair<T>{0, 0} : channel_sums.Mine(i);
+    channel_sums.Mine(i) = {before.first + sums[i].first, before.second + sums[i].second};
+    exchange.Mine(i) = {coefficients.scale[i] * sums[i].first,
+                        coefficients.scale[i] * sums[i].second};
   }
-  return LaneSum(sum, lanes);
 }
 
-// Adds up the threads' channel sums and writes them: a row for each sample of the batch that starts
-// at `first`, or one for all samples of the block.
-template <typename T, int kSize>
-__device__ __forceinline__ void WriteChannels(const RowCut& cut, const RowBlock& block,
-                                              int64_t first, bool per_sample,
-                                              const Exchange<Pair<T>, kSize>& exchange,
-                                              Pair<T>* channel_rows) {
-  const int lines = per_sample ? cut.sample_rows : cut.sample_rows * cut.batch;
-  const int units = block.columns * (per_sample ? cut.batch : 1);
-  for (int base = 0; base < units; base += kThreads / cut.channel_lanes) {
-    const int unit = base + threadIdx.x / cut.channel_lanes;
-    const int slot = unit / block.columns, column = unit % block.columns;
-    const bool valid = unit < units && first + slot < block.end_sample;
-    const Pair<double> sum = SumRectangle(cut, exchange, slot * cut.sample_rows, lines, column,
-                                          valid ? 1 : 0, cut.channel_lanes);
-    if (!valid || threadIdx.x % cut.channel_lanes != 0) continue;
-    const int64_t row = (per_sample ? first + slot : block.sample_block) * cut.pieces + block.piece;
-    channel_rows[row * cut.channels + block.first_channel + column] = {static_cast<T>(sum.first),
-                                                                       static_cast<T>(sum.second)};
+// What becomes of the groups' sums.
+template <typename T>
+struct GroupSums {
+  Pair<T>* parts;  // nullptr: each group is whole
+  Pair<T>* means;
+  double elements;  // of a group
+
+  __device__ __forceinline__ void Store(int64_t place, int64_t group, Pair<double> sum) const {
+    if (parts != nullptr) {
+      parts[place] = {static_cast<T>(sum.first), static_cast<T>(sum.second)};
+    } else {
+      StoreMeans(means, group, sum, elements);
+    }
   }
-}
+};
 
 template <typename E>
 __global__ void __launch_bounds__(kThreads, 2)
     RowSumsKernel(RowCut cut, BackwardInputs<E> in, bool per_sample,
-                  Pair<Accumulator<E>>* channel_rows, Pair<Accumulator<E>>* parts,
-                  Pair<Accumulator<E>>* means) {
+                  Pair<Accumulator<E>>* channel_rows, GroupSums<Accumulator<E>> groups) {
   using T = Accumulator<E>;
   constexpr int kSize = kRowPack<E>;
-  extern __shared__ __align__(16) char shared[];
   using Sums = Exchange<Pair<T>, kSize>;
+  extern __shared__ __align__(16) char shared[];
   const Sums exchange{reinterpret_cast<Pair<T>*>(shared)};
   // A thread's channel sums wait in shared memory: registers are short.
   const Sums channel_sums{reinterpret_cast<Pair<T>*>(shared + Sums::kBytes)};
@@ -124,47 +102,23 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int i = 0; i < kSize; ++i) channel_sums.Mine(i) = {0, 0};
   for (int64_t first = block.first_sample; first < block.end_sample; first += cut.batch) {
     const int64_t n = first + thread.slot;
-    Pair<T> sums[kSize] = {};
-    RowCoefficients<E> coefficients;
-    if (thread.channels > 0 && n < block.end_sample) {
-      coefficients.Load(cut, thread, n, in);
-      WalkGradients(cut, thread, thread.Offset(cut, block, n), in, coefficients,
-                    [&](int64_t, const T(&xhat)[kSize], const T(&dz)[kSize]) {
-#pragma unroll
-                      for (int i = 0; i < kSize; ++i) {
-                        sums[i].first += dz[i];
-                        sums[i].second += dz[i] * xhat[i];
-                      }
-                    });
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const Pair<T> before = per_sample ? Pair<T>{} : channel_sums.Mine(i);
-        channel_sums.Mine(i) = {before.first + sums[i].first, before.second + sums[i].second};
-        exchange.Mine(i) = {coefficients.scale[i] * sums[i].first,
-                            coefficients.scale[i] * sums[i].second};
-      }
-    }
+    const bool active = thread.channels > 0 && n < block.end_sample;
+    if (active) ReadSums(cut, block, thread, n, in, per_sample, exchange, channel_sums);
     __syncthreads();
     ForUnits(cut, block, first, [&](const RowUnit& unit) {
       const Pair<double> sum =
           SumRectangle(cut, exchange, unit.slot * cut.sample_rows, cut.sample_rows,
                        unit.first_column, unit.columns, cut.lanes);
       if (unit.columns == 0 || threadIdx.x % cut.lanes != 0) return;
-      if (parts != nullptr) {
-        parts[unit.place] = {static_cast<T>(sum.first), static_cast<T>(sum.second)};
-      } else {
-        StoreMeans(means, unit.n * cut.groups + unit.group, sum,
-                   static_cast<double>(cut.spatial) * cut.group_size);
-      }
+      groups.Store(unit.place, unit.n * cut.groups + unit.group, sum);
     });
     if (channel_rows != nullptr && per_sample) {
       WriteChannels(cut, block, first, per_sample, channel_sums, channel_rows);
     }
     __syncthreads();
   }
-  if (channel_rows != nullptr && !per_sample) {
-    WriteChannels(cut, block, block.first_sample, per_sample, channel_sums, channel_rows);
-  }
+  if (channel_rows == nullptr || per_sample) return;
+  WriteChannels(cut, block, block.first_sample, per_sample, channel_sums, channel_rows);
 }
 
 template <typename E>
@@ -202,8 +156,9 @@ Status LaunchRowSums(const Problem& problem, const RowCut& cut, const Stage& sta
                      const BackwardArgs& args, const BackwardSpace<E>& space, cudaStream_t stream) {
   RowSumsKernel<E><<<Grid(stage), stage.threads, stage.shared_bytes, stream>>>(
       cut, BackwardInputs<E>(problem, args), HasPerSample(problem),
-      HasParam(problem) ? space.channel_rows : nullptr, cut.whole_groups() ? nullptr : space.parts,
-      space.means);
+      HasParam(problem) ? space.channel_rows : nullptr,
+      GroupSums<Accumulator<E>>{cut.whole_groups() ? nullptr : space.parts, space.means,
+                                static_cast<double>(problem.group_elements())});
   return JAX_GN_LAUNCHED("RowSumsKernel");
 }
 

@@ -9,7 +9,10 @@
 namespace jax_gn::cuda {
 namespace {
 
-constexpr int kRows = 4;  // loads in flight a thread
+// Rows in flight a thread: of the reading pass 64 bytes; the writing pass has more threads instead.
+template <typename E>
+inline constexpr int kRows = 64 / (kRowPack<E> * static_cast<int>(sizeof(E)));
+constexpr int kApplyRows = 4;
 
 template <typename E, typename T = Accumulator<E>>
 struct MomentsExchange {
@@ -30,13 +33,13 @@ __device__ __forceinline__ void ReadMoments(const RowCut& cut, const RowThread& 
   RunningMoments<T> moments[kRowPack<E>];
   const int64_t stride = cut.sample_rows * cut.channels;
   T count = 0;
-  WalkRows<kRows>(0, stride, thread.rows, [&](int64_t offset, int rows) {
-    Pack<E, kRowPack<E>> packs[kRows];
+  WalkRows<kRows<E>>(0, stride, thread.rows, [&](int64_t offset, int rows) {
+    Pack<E, kRowPack<E>> packs[kRows<E>];
     LoadRows(x + offset, stride, rows, thread.channels, whole, packs);
 #pragma unroll
     for (int i = 0; i < kRowPack<E>; ++i) {
       if (offset == 0) moments[i].shift = ToNumber(packs[0].values[i]);
-      moments[i].template Add<kRows>(
+      moments[i].template Add<kRows<E>>(
           count, static_cast<T>(rows), [&](int u) { return ToNumber(packs[u].values[i]); },
           [&](int u) { return u < rows; });
     }
@@ -80,6 +83,7 @@ __device__ __forceinline__ Moments UnitMoments(const RowCut& cut, const RowBlock
 template <typename E>
 __global__ void __launch_bounds__(kThreads)
     RowMomentsKernel(RowCut cut, const E* x, Moments* parts, Statistics<Accumulator<E>> results) {
+  using T = Accumulator<E>;
   extern __shared__ __align__(16) char shared[];
   const MomentsExchange<E> exchange(shared);
   const RowBlock block(cut, blockIdx.x);
@@ -97,8 +101,9 @@ __global__ void __launch_bounds__(kThreads)
       if (parts != nullptr) {
         parts[unit.place] = moments;
       } else {
-        results.Store(unit.n * cut.groups + unit.group, moments.mean, moments.m2,
-                      static_cast<double>(cut.spatial) * cut.group_size);
+        results.Store(unit.n * cut.groups + unit.group,
+                      GroupResult<T>(moments.mean, moments.m2, cut.spatial * cut.group_size,
+                                     results.epsilon));
       }
     });
     __syncthreads();
@@ -126,20 +131,22 @@ __global__ void __launch_bounds__(kThreads)
       slope[i] = statistics.rstd[at] * scales[i];
       shift[i] = biases[i] - statistics.mean_low[at] * slope[i];
     });
-    WalkRows<kRows>(thread.Offset(cut, block, n), stride, thread.rows, [&](int64_t at, int rows) {
-      Pack<E, kRowPack<E>> packs[kRows];
-      LoadRows(x + at, stride, rows, thread.channels, whole_x, packs);
+    WalkRows<kApplyRows>(thread.Offset(cut, block, n), stride, thread.rows,
+                         [&](int64_t at, int rows) {
+                           Pack<E, kRowPack<E>> packs[kApplyRows];
+                           LoadRows(x + at, stride, rows, thread.channels, whole_x, packs);
 #pragma unroll
-      for (int u = 0; u < kRows; ++u) {
-        if (u >= rows) break;
-        T z[kSize];
-        ToNumbers(packs[u], z);
+                           for (int u = 0; u < kApplyRows; ++u) {
+                             if (u >= rows) break;
+                             T z[kSize];
+                             ToNumbers(packs[u], z);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) z[i] = (z[i] - mean[i]) * slope[i] + shift[i];
-        ActivateAll(activation, z);
-        StoreRow(y + at + u * stride, ToPack<E>(z), thread.channels, whole_y);
-      }
-    });
+                             for (int i = 0; i < kSize; ++i)
+                               z[i] = (z[i] - mean[i]) * slope[i] + shift[i];
+                             ActivateAll(activation, z);
+                             StoreRow(y + at + u * stride, ToPack<E>(z), thread.channels, whole_y);
+                           }
+                         });
   }
 }
 

@@ -68,11 +68,11 @@ struct RunPacks {
 template <int kSize, int kPacks, typename Full, typename Part>
 __device__ __forceinline__ void WalkRun(const RunCut& cut, const RunPiece& piece, int phase,
                                         Full full, Part part) {
+  // A thread without a piece must not even look at the pack in which it would begin.
   if (!piece.valid) return;
   const int64_t stride = static_cast<int64_t>(cut.lanes) * kSize;
   const int64_t first = (piece.begin + phase) / kSize * kSize - phase;
-  // A thread without a piece must not even look at the pack in which it would begin.
-  int64_t at = piece.valid ? first + piece.lane * kSize : piece.end;
+  int64_t at = first + piece.lane * kSize;
   while (at < piece.end) {
     if (at >= piece.begin && at + (kPacks - 1) * stride + kSize <= piece.end) {
       full(at, stride);

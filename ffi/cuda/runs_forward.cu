@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
   if (parts != nullptr) {
     parts[piece.run * cut.pieces + piece.piece] = {mean, m2};
   } else {
-    results.Store(piece.run, mean, m2, total);
+    results.Store(piece.run, GroupResult<T>(mean, m2, cut.length, results.epsilon));
   }
 }
 

@@ -1,6 +1,7 @@
 // The family "streaming": a reading pass that leaves partial sums in fixed places of the workspace,
 // a small combining step, a writing pass; the stages follow one another on the stream as the plan
-// lists them. The kernels are in rows_*.cu (channels last), runs_*.cu (channels first), combine.cu.
+// lists them. The kernels are in rows_*.cu (channels last), runs_*.cu (channels first), features.cu
+// (no spatial axis: all passes in one), combine.cu.
 #include "families.h"
 #include "streaming.h"
 
@@ -16,6 +17,9 @@ Status Forward(const Problem& problem, const Plan& plan, const ForwardArgs& args
     return LaunchCombineMoments<Accumulator<E>>(problem, *stage++, space.parts, space.statistics,
                                                 stream);
   };
+  if (problem.spatial == 1 && CutRows(problem).warp_lanes > 0) {
+    return LaunchFeatureForward<E>(problem, CutRows(problem), *stage++, args, stream);
+  }
   if (GroupsAreRuns(problem)) {
     const RunCut cut = CutRuns(problem, problem.groups);
     JAX_GN_TRY(LaunchRunMoments<E>(problem, cut, *stage++, args, space, stream));
@@ -43,9 +47,13 @@ Status Backward(const Problem& problem, const Plan& plan, const BackwardArgs& ar
   };
   if (LayoutOf(problem) == Layout::kChannelsLast) {
     const RowCut cut = CutRows(problem);
-    JAX_GN_TRY(LaunchRowSums<E>(problem, cut, *stage++, args, space, stream));
-    if (!cut.whole_groups()) JAX_GN_TRY(combine());
-    JAX_GN_TRY(LaunchRowGradient<E>(problem, cut, *stage++, args, space, stream));
+    if (cut.warp_lanes > 0) {
+      JAX_GN_TRY(LaunchFeatureBackward<E>(problem, cut, *stage++, args, space, stream));
+    } else {
+      JAX_GN_TRY(LaunchRowSums<E>(problem, cut, *stage++, args, space, stream));
+      if (!cut.whole_groups()) JAX_GN_TRY(combine());
+      JAX_GN_TRY(LaunchRowGradient<E>(problem, cut, *stage++, args, space, stream));
+    }
   } else {
     const RunCut cut = CutRuns(problem, problem.channels);
     JAX_GN_TRY(LaunchRunSums<E>(problem, cut, *stage++, args, space, stream));

@@ -52,6 +52,14 @@ template <typename E>
 Status LaunchRowGradient(const Problem&, const RowCut&, const Stage&, const BackwardArgs&,
                          const BackwardSpace<E>&, cudaStream_t);
 
+// features.cu
+template <typename E>
+Status LaunchFeatureForward(const Problem&, const RowCut&, const Stage&, const ForwardArgs&,
+                            cudaStream_t);
+template <typename E>
+Status LaunchFeatureBackward(const Problem&, const RowCut&, const Stage&, const BackwardArgs&,
+                             const BackwardSpace<E>&, cudaStream_t);
+
 // runs_forward.cu, runs_backward.cu
 template <typename E>
 Status LaunchRunMoments(const Problem&, const RunCut&, const Stage&, const ForwardArgs&,

@@ -85,20 +85,31 @@ struct RunningMoments {
 
 // Results of a group: mean and rstd, and what the saved mean lacks, which only y still needs.
 template <typename T>
+struct GroupResult {
+  T mean, mean_low, rstd;
+
+  __device__ __forceinline__ GroupResult(double exact_mean, double m2, int64_t count,
+                                         double epsilon) {
+    mean = static_cast<T>(exact_mean);
+    mean_low = static_cast<T>(exact_mean - static_cast<double>(mean));
+    // In the accumulator's range, as the definition has it: x of 1e30 gives infinity and rstd 0.
+    const T variance = static_cast<T>(m2 / static_cast<double>(count));
+    rstd = static_cast<T>(1 / sqrt(static_cast<double>(variance) + epsilon));
+  }
+};
+
+// Where they go.
+template <typename T>
 struct Statistics {
   T* mean;      // [N, G]
   T* rstd;      // [N, G]
   T* mean_low;  // [N, G]
   double epsilon;
 
-  __device__ __forceinline__ void Store(int64_t group, double exact_mean, double m2,
-                                        double count) const {
-    const T high = static_cast<T>(exact_mean);
-    // In the accumulator's range, as the definition has it: x of 1e30 gives infinity and rstd 0.
-    const T variance = static_cast<T>(m2 / count);
-    mean[group] = high;
-    mean_low[group] = static_cast<T>(exact_mean - static_cast<double>(high));
-    rstd[group] = static_cast<T>(1 / sqrt(static_cast<double>(variance) + epsilon));
+  __device__ __forceinline__ void Store(int64_t group, const GroupResult<T>& result) const {
+    mean[group] = result.mean;
+    rstd[group] = result.rstd;
+    mean_low[group] = result.mean_low;
   }
 };
 

@@ -90,19 +90,15 @@ __global__ void __launch_bounds__(kThreads)
     const double deviation = ToNumber(x[at]) - exact_mean;
     m2 += deviation * deviation;
   });
-  // In the accumulator's range, as the definition has it: x of 1e30 gives infinity and rstd 0.
-  const T variance = static_cast<T>(LaneSum(m2, kThreads) / count);
-  const T group_rstd = static_cast<T>(1 / sqrt(static_cast<double>(variance) + epsilon));
-  const T high = static_cast<T>(exact_mean);
-  const T low = static_cast<T>(exact_mean - static_cast<double>(high));
+  const GroupResult<T> result(exact_mean, LaneSum(m2, kThreads), group.elements, epsilon);
   if (threadIdx.x == 0) {
-    mean[group.index] = high;
-    rstd[group.index] = group_rstd;
+    mean[group.index] = result.mean;
+    rstd[group.index] = result.rstd;
   }
   group.ForElements([&](int64_t at, int64_t channel) {
-    const T slope = group_rstd * scale.LoadOne(group.n, channel, T(1));
-    const T offset = bias.LoadOne(group.n, channel, T(0)) - low * slope;
-    T z[] = {(ToNumber(x[at]) - high) * slope + offset};
+    const T slope = result.rstd * scale.LoadOne(group.n, channel, T(1));
+    const T offset = bias.LoadOne(group.n, channel, T(0)) - result.mean_low * slope;
+    T z[] = {(ToNumber(x[at]) - result.mean) * slope + offset};
     ActivateAll(activation, z);
     y[at] = ToElement<E>(z[0]);
   });
