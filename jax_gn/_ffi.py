@@ -26,6 +26,7 @@ TARGETS = {
 }
 # platform -> (compiled module, the name XLA registers its handlers under)
 _MODULES = {"cpu": ("jax_gn._cpu", "cpu"), "cuda": ("jax_gn._cuda", "CUDA")}
+PLATFORMS = tuple(_MODULES)
 
 
 @functools.cache

@@ -18,8 +18,6 @@ from ._problem import (
     make_problem,
 )
 
-PLATFORMS = ("cpu", "cuda")
-
 
 @dataclasses.dataclass(frozen=True)
 class DeviceLimits:
@@ -295,8 +293,9 @@ def make_plan(
     """A `kind` (ForwardPlan or BackwardPlan) of a valid problem."""
     if platform is None:
         platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    if platform not in PLATFORMS:
-        raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, got {platform!r}")
+    if platform not in _ffi.PLATFORMS:
+        allowed = ", ".join(_ffi.PLATFORMS)
+        raise ValueError(f"platform must be one of {allowed}, got {platform!r}")
     families = [f for f in _ffi.planner().families if f != "auto"]
     if preference is not None and preference not in families:
         raise ValueError(f"preference must be one of {', '.join(families)}, got {preference!r}")

@@ -82,6 +82,17 @@ class Problem:
     def statistics_shape(self) -> tuple[int, int]:
         return (self.n, self.num_groups)
 
+    def with_wide_parameters(self, *, per_sample: bool = False) -> Problem:
+        """The same, its parameters, and so their gradients, in the accumulator type.
+
+        For gradients that are summed further: over devices, or (`per_sample`) over a part of N.
+        """
+
+        def wide(old: Parameter | None) -> Parameter | None:
+            return old and Parameter(old.per_sample or per_sample, self.accumulator)
+
+        return dataclasses.replace(self, scale=wide(self.scale), bias=wide(self.bias))
+
     def parameter_shape(self, parameter: Parameter) -> tuple[int, ...]:
         return (self.n, self.channels) if parameter.per_sample else (self.channels,)
 

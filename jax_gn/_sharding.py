@@ -96,15 +96,11 @@ def _summed_over(axes, local: Callable, call, given, arrays):
     In the accumulator type, so that the number of devices costs no accuracy.
     """
     problem = call.problem
-    wide = {
-        name: parameter and Parameter(parameter.per_sample, problem.accumulator)
-        for name, parameter in (("scale", problem.scale), ("bias", problem.bias))
-    }
     arrays = [
-        a.astype(problem.accumulator) if name in wide else a
+        a.astype(problem.accumulator) if name in ("scale", "bias") else a
         for name, a in zip(given, arrays, strict=True)
     ]
-    wide_call = dataclasses.replace(call, problem=dataclasses.replace(problem, **wide))
+    wide_call = dataclasses.replace(call, problem=problem.with_wide_parameters())
     dx, *gradients = _run_given("backward", local, wide_call, given, arrays)
     parameters = [p for p in (problem.scale, problem.bias) if p is not None]
     shared = [g for g, p in zip(gradients, parameters, strict=True) if not p.per_sample]

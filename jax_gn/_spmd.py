@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from . import _ffi, _reference, _sharding
-from ._plan import PLATFORMS, BackwardPlan, DeviceLimits, ForwardPlan, make_plan
+from ._plan import BackwardPlan, DeviceLimits, ForwardPlan, make_plan
 from ._problem import Parameter, Problem
 
 
@@ -40,7 +40,7 @@ def backward(call: Call, dy, x, scale, bias, mean, rstd):
 def _by_platform(call: Call, plan_kind, kernel_options, definition, *arrays):
     """The plan's kernel on each platform that has one, else the definition."""
     branches = {}
-    for platform in PLATFORMS:
+    for platform in _ffi.PLATFORMS:
         if _ffi.module(platform) is not None:
             # The workspace of a plan does not depend on the device: the default limits do.
             plan = make_plan(plan_kind, call.problem, platform, DeviceLimits())
@@ -80,7 +80,7 @@ def _forward(call: Call):
         folded = _fold_problem(call, size, batched[1], batched[2])
         arrays = _fold_arrays(call, size, batched, x, scale, bias)
         outputs = forward(folded, *arrays)
-        return tuple(_unfold(size, out) for out in outputs), (True, True, True)
+        return tuple(_unfold(call, size, out) for out in outputs), (True, True, True)
 
     return mapped
 
@@ -94,12 +94,9 @@ def _backward(call: Call):
         # Gradients of a per-channel parameter sum over the batch, but not over the mapped axis:
         # ask for them per sample, in the accumulator type, and finish the sum here.
         folded = _fold_problem(call, size, True, True)
-        acc = call.problem.accumulator
-        parameters = [
-            None if p is None else Parameter(per_sample=True, dtype=acc)
-            for p in (folded.problem.scale, folded.problem.bias)
-        ]
-        problem = dataclasses.replace(folded.problem, scale=parameters[0], bias=parameters[1])
+        folded = dataclasses.replace(
+            folded, problem=folded.problem.with_wide_parameters(per_sample=True)
+        )
         dy, mean, rstd = (
             _fold(size, is_mapped, value)
             for is_mapped, value in zip(
@@ -108,14 +105,13 @@ def _backward(call: Call):
         )
         batched = (batched[1], batched[2], batched[3])
         x, scale, bias = _fold_arrays(call, size, batched, x, scale, bias, per_sample=True)
+        acc = call.problem.accumulator
         scale, bias = (p if p is None else p.astype(acc) for p in (scale, bias))
-        dx, dscale, dbias = backward(
-            dataclasses.replace(folded, problem=problem), dy, x, scale, bias, mean, rstd
-        )
+        dx, dscale, dbias = backward(folded, dy, x, scale, bias, mean, rstd)
         outputs = (
-            _unfold(size, dx),
-            _finish_gradient(size, dscale, call.problem.scale),
-            _finish_gradient(size, dbias, call.problem.bias),
+            _unfold(call, size, dx),
+            _finish_gradient(call, size, dscale, call.problem.scale),
+            _finish_gradient(call, size, dbias, call.problem.bias),
         )
         return outputs, jax.tree.map(lambda _: True, outputs)
 
@@ -165,14 +161,14 @@ def _fold(size: int, is_mapped: bool, value):
     return value.reshape(size * value.shape[1], *value.shape[2:])
 
 
-def _unfold(size: int, value):
-    return value.reshape(size, value.shape[0] // size, *value.shape[1:])
+def _unfold(call: Call, size: int, value):
+    return value.reshape(size, call.problem.n, *value.shape[1:])
 
 
-def _finish_gradient(size: int, per_sample, parameter: Parameter | None):
+def _finish_gradient(call: Call, size: int, per_sample, parameter: Parameter | None):
     if parameter is None:
         return None
-    value = _unfold(size, per_sample)
+    value = _unfold(call, size, per_sample)
     if not parameter.per_sample:
         value = value.sum(1)
     return value.astype(parameter.dtype)

@@ -16,7 +16,6 @@ import numpy as np
 
 from . import __version__, _ffi, plan_backward
 from ._group_norm import _why_not_ffi, group_norm
-from ._plan import PLATFORMS
 
 # float32 kernels against float64 numpy, on numbers around 1: some hundred roundings of 6e-8.
 _TOLERANCE = 1e-5
@@ -32,7 +31,7 @@ def main() -> int:
 
 def collect() -> dict:
     """The report: versions, modules, devices with their self-test, and the verdict."""
-    modules = {name: _module_state(name) for name in PLATFORMS}
+    modules = {name: _module_state(name) for name in _ffi.PLATFORMS}
     broken = [m["state"] for m in modules.values() if m["state"].startswith("broken")]
     reason = broken[0] if broken else _why_not_ffi()
     devices = [] if reason else [_device_report(d) for d in _one_device_a_kind()]

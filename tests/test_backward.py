@@ -24,7 +24,7 @@ def test_against_truth(case):
     numerics.assert_as_good_as(kernel, definition, _results(case))
 
 
-# Reduced to the named problems, as in test_forward.py.
+# Reduced to the named problems: Flax is the yardstick for real models, and costs another compile.
 @pytest.mark.parametrize("case", problems.named_cases(), ids=str)
 def test_against_gradient_of_flax(case):
     flax = calls.value_and_gradients(case, "flax")

@@ -16,8 +16,9 @@ def test_against_truth(case):
     numerics.assert_as_good_as(calls.value(case, "ffi"), definition, expected)
 
 
-# Reduced to the named problems: Flax is the yardstick for real models, and costs another compile.
-@pytest.mark.parametrize("case", problems.named_cases(), ids=str)
+# Reduced to the named problems, each in the one type and layout that goes round with its number:
+# Flax costs another compile, and test_backward.py compares y in all three.
+@pytest.mark.parametrize("case", problems.named_cases()[2::3], ids=str)
 def test_against_flax(case):
     expected = {"y": case.expected["y"]}
     flax = calls.value(case, "flax")

@@ -21,6 +21,7 @@ def _random(shape, dtype="float32"):
     return jnp.asarray(RNG.standard_normal(shape), dtype)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _all(function, x, scale, bias, dy):
     y, pull = jax.vjp(function, x, scale, bias)
     return y, *pull(dy)

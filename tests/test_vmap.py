@@ -189,3 +189,16 @@ def test_second_order_under_vmap(x64):
         for name in ("ffi", "xla")
     ]
     numerics.assert_agree(*results, length=case.longest_sum)
+
+
+def test_mapped_axis_of_size_0(implementation):
+    """As for any JAX function: empty results, and a zero sum of no gradients."""
+    case = dataclasses.replace(CASE, activation=None)
+    _, scale, bias, _ = map(jnp.asarray, case.arrays)
+    mapped = jax.vmap(calls.function_of(case, implementation), (0, None, None))
+    x = jnp.zeros((0, *case.shape))
+    assert mapped(x, scale, bias).shape == x.shape
+    dx, dscale, dbias = jax.grad(lambda *a: jnp.sum(mapped(*a)), (0, 1, 2))(x, scale, bias)
+    assert dx.shape == x.shape
+    numerics.assert_same_bits(dscale, np.zeros(12, np.float32))
+    numerics.assert_same_bits(dbias, np.zeros(12, np.float32))
