@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "cpu/backend.h"
-#include "decode.h"
+#include "handlers.h"
 #include "plan.h"
 
 namespace nb = nanobind;
@@ -51,64 +51,37 @@ void WriteEmpty(const Problem& problem, const BackwardArgs& args) {
   if (bias_bytes > 0) std::memset(args.dbias, 0, bias_bytes);
 }
 
-// What is left once a call is decoded: plan, then run or write the results of nothing.
-template <typename Args>
-Status Serve(ffi::ThreadPool& pool, const Problem& problem, const Args& args, Family family,
-             Output& workspace,
-             Status (*run)(const Problem&, const Plan&, const Args&, cpu::Executor&)) {
-  Plan plan;
-  JAX_GN_TRY(PlanWithin(workspace, problem, Platform::kCpu, DeviceLimits(), family, &plan));
-  if (problem.n == 0 || problem.spatial == 0) {
-    WriteEmpty(problem, args);
-    return Status();
+struct CpuBackend {
+  using Context = ffi::ThreadPool;
+  static constexpr Platform kPlatform = Platform::kCpu;
+  static Status Limits(DeviceLimits*) { return Status(); }  // no CPU plan depends on them
+  static Status Run(ffi::ThreadPool& pool, const Problem& problem, const Plan& plan,
+                    const ForwardArgs& args) {
+    return RunUnlessEmpty(pool, problem, plan, args, cpu::RunForward);
   }
-  XlaExecutor executor(pool);
-  return run(problem, plan, args, executor);
-}
+  static Status Run(ffi::ThreadPool& pool, const Problem& problem, const Plan& plan,
+                    const BackwardArgs& args) {
+    return RunUnlessEmpty(pool, problem, plan, args, cpu::RunBackward);
+  }
 
-Status Forward(ffi::ThreadPool& pool, const Buffer& x, const Buffer& scale, const Buffer& bias,
-               Output& y, Output& mean, Output& rstd, Output& workspace, std::string_view layout,
-               std::string_view activation, std::string_view family, double epsilon) {
-  Attributes attributes;
-  Problem problem;
-  ForwardArgs args;
-  JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
-  JAX_GN_TRY(DecodeForward(x, scale, bias, y, mean, rstd, workspace, attributes, epsilon, &problem,
-                           &args));
-  return Serve(pool, problem, args, attributes.family, workspace, cpu::RunForward);
-}
+ private:
+  template <typename Args>
+  static Status RunUnlessEmpty(ffi::ThreadPool& pool, const Problem& problem, const Plan& plan,
+                               const Args& args,
+                               Status (*run)(const Problem&, const Plan&, const Args&,
+                                             cpu::Executor&)) {
+    if (problem.n == 0 || problem.spatial == 0) {
+      WriteEmpty(problem, args);
+      return Status();
+    }
+    XlaExecutor executor(pool);
+    return run(problem, plan, args, executor);
+  }
+};
 
-Status Backward(ffi::ThreadPool& pool, const Buffer& dy, const Buffer& x, const Buffer& scale,
-                const Buffer& bias, const Buffer& mean, const Buffer& rstd, Output& dx,
-                Output& dscale, Output& dbias, Output& workspace, std::string_view layout,
-                std::string_view activation, std::string_view family) {
-  Attributes attributes;
-  Problem problem;
-  BackwardArgs args;
-  JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
-  JAX_GN_TRY(DecodeBackward(dy, x, scale, bias, mean, rstd, dx, dscale, dbias, workspace,
-                            attributes, &problem, &args));
-  return Serve(pool, problem, args, attributes.family, workspace, cpu::RunBackward);
-}
-
-ffi::Error ForwardHandler(ffi::ThreadPool pool, Buffer x, Buffer scale, Buffer bias, Output y,
-                          Output mean, Output rstd, Output workspace, std::string_view layout,
-                          std::string_view activation, std::string_view family, double epsilon) {
-  return ToFfiError(
-      Forward(pool, x, scale, bias, y, mean, rstd, workspace, layout, activation, family, epsilon));
-}
-
-ffi::Error BackwardHandler(ffi::ThreadPool pool, Buffer dy, Buffer x, Buffer scale, Buffer bias,
-                           Buffer mean, Buffer rstd, Output dx, Output dscale, Output dbias,
-                           Output workspace, std::string_view layout, std::string_view activation,
-                           std::string_view family) {
-  return ToFfiError(Backward(pool, dy, x, scale, bias, mean, rstd, dx, dscale, dbias, workspace,
-                             layout, activation, family));
-}
-
-XLA_FFI_DEFINE_HANDLER(kForward, ForwardHandler,
+XLA_FFI_DEFINE_HANDLER(kForward, Handlers<CpuBackend>::Forward,
                        JAX_GN_BIND_FORWARD(.Ctx<::xla::ffi::ThreadPool>()));
-XLA_FFI_DEFINE_HANDLER(kBackward, BackwardHandler,
+XLA_FFI_DEFINE_HANDLER(kBackward, Handlers<CpuBackend>::Backward,
                        JAX_GN_BIND_BACKWARD(.Ctx<::xla::ffi::ThreadPool>()));
 
 nb::dict Registrations() {

@@ -3,10 +3,9 @@
 #include <nanobind/stl/string.h>
 
 #include <stdexcept>
-#include <string_view>
 
 #include "cuda/backend.h"
-#include "decode.h"
+#include "handlers.h"
 #include "plan.h"
 
 namespace nb = nanobind;
@@ -14,63 +13,25 @@ namespace nb = nanobind;
 namespace jax_gn {
 namespace {
 
-// What is left once a call is decoded: plan for the device that runs it, then run.
-template <typename Args>
-Status Serve(cudaStream_t stream, const Problem& problem, const Args& args, Family family,
-             Output& workspace,
-             Status (*run)(const Problem&, const Plan&, const Args&, cudaStream_t)) {
-  DeviceLimits limits;
-  Plan plan;
-  JAX_GN_TRY(cuda::CurrentLimits(&limits));
-  JAX_GN_TRY(PlanWithin(workspace, problem, Platform::kCuda, limits, family, &plan));
-  return run(problem, plan, args, stream);
-}
-
-Status Forward(cudaStream_t stream, const Buffer& x, const Buffer& scale, const Buffer& bias,
-               Output& y, Output& mean, Output& rstd, Output& workspace, std::string_view layout,
-               std::string_view activation, std::string_view family, double epsilon) {
-  Attributes attributes;
-  Problem problem;
-  ForwardArgs args;
-  JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
-  JAX_GN_TRY(DecodeForward(x, scale, bias, y, mean, rstd, workspace, attributes, epsilon, &problem,
-                           &args));
-  return Serve(stream, problem, args, attributes.family, workspace, cuda::RunForward);
-}
-
-Status Backward(cudaStream_t stream, const Buffer& dy, const Buffer& x, const Buffer& scale,
-                const Buffer& bias, const Buffer& mean, const Buffer& rstd, Output& dx,
-                Output& dscale, Output& dbias, Output& workspace, std::string_view layout,
-                std::string_view activation, std::string_view family) {
-  Attributes attributes;
-  Problem problem;
-  BackwardArgs args;
-  JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
-  JAX_GN_TRY(DecodeBackward(dy, x, scale, bias, mean, rstd, dx, dscale, dbias, workspace,
-                            attributes, &problem, &args));
-  return Serve(stream, problem, args, attributes.family, workspace, cuda::RunBackward);
-}
-
-ffi::Error ForwardHandler(cudaStream_t stream, Buffer x, Buffer scale, Buffer bias, Output y,
-                          Output mean, Output rstd, Output workspace, std::string_view layout,
-                          std::string_view activation, std::string_view family, double epsilon) {
-  return ToFfiError(Forward(stream, x, scale, bias, y, mean, rstd, workspace, layout, activation,
-                            family, epsilon));
-}
-
-ffi::Error BackwardHandler(cudaStream_t stream, Buffer dy, Buffer x, Buffer scale, Buffer bias,
-                           Buffer mean, Buffer rstd, Output dx, Output dscale, Output dbias,
-                           Output workspace, std::string_view layout, std::string_view activation,
-                           std::string_view family) {
-  return ToFfiError(Backward(stream, dy, x, scale, bias, mean, rstd, dx, dscale, dbias, workspace,
-                             layout, activation, family));
-}
+struct CudaBackend {
+  using Context = cudaStream_t;
+  static constexpr Platform kPlatform = Platform::kCuda;
+  static Status Limits(DeviceLimits* limits) { return cuda::CurrentLimits(limits); }
+  static Status Run(cudaStream_t stream, const Problem& problem, const Plan& plan,
+                    const ForwardArgs& args) {
+    return cuda::RunForward(problem, plan, args, stream);
+  }
+  static Status Run(cudaStream_t stream, const Problem& problem, const Plan& plan,
+                    const BackwardArgs& args) {
+    return cuda::RunBackward(problem, plan, args, stream);
+  }
+};
 
 // Legal in CUDA graphs: a call only launches kernels on its stream.
-XLA_FFI_DEFINE_HANDLER(kForward, ForwardHandler,
+XLA_FFI_DEFINE_HANDLER(kForward, Handlers<CudaBackend>::Forward,
                        JAX_GN_BIND_FORWARD(.Ctx<::xla::ffi::PlatformStream<cudaStream_t>>()),
                        {::xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kBackward, BackwardHandler,
+XLA_FFI_DEFINE_HANDLER(kBackward, Handlers<CudaBackend>::Backward,
                        JAX_GN_BIND_BACKWARD(.Ctx<::xla::ffi::PlatformStream<cudaStream_t>>()),
                        {::xla::ffi::Traits::kCmdBufferCompatible});
 

@@ -1,5 +1,5 @@
 // The border with XLA: its buffers and attributes become a Problem and arguments, or an error that
-// says what was received and what is allowed. The only file besides the modules that sees xla/ffi.
+// says what was received and what is allowed. It, handlers.h and the modules alone see xla/ffi.
 //
 // One signature serves cpu and cuda. An attribute is only what no buffer tells:
 //   forward:  x, scale, bias                      -> y, mean, rstd, workspace
@@ -256,50 +256,6 @@ inline Status DecodeBackward(const Buffer& dy, const Buffer& x, const Buffer& sc
   return Status();
 }
 
-// The plan for the device that runs the call, which must fit in the workspace that came with it.
-inline Status PlanWithin(Output& workspace, const Problem& problem, Platform platform,
-                         const DeviceLimits& device, Family family, Plan* plan) {
-  JAX_GN_TRY(MakePlan(problem, platform, device, family, plan));
-  const int64_t got = workspace->size_bytes();
-  if (got < plan->workspace_bytes) {
-    return JAX_GN_ERROR(kInvalidArgument, "workspace too small: needed " +
-                                              std::to_string(plan->workspace_bytes) +
-                                              " bytes, got " + std::to_string(got));
-  }
-  return Status();
-}
-
 }  // namespace jax_gn
-
-// The bindings, once for both platforms; CONTEXT adds the platform's own context arguments.
-#define JAX_GN_BIND_FORWARD(CONTEXT)                \
-  ::xla::ffi::Ffi::Bind() CONTEXT                   \
-      .Arg<::xla::ffi::AnyBuffer>() /* x */         \
-      .Arg<::xla::ffi::AnyBuffer>() /* scale */     \
-      .Arg<::xla::ffi::AnyBuffer>() /* bias */      \
-      .Ret<::xla::ffi::AnyBuffer>() /* y */         \
-      .Ret<::xla::ffi::AnyBuffer>() /* mean */      \
-      .Ret<::xla::ffi::AnyBuffer>() /* rstd */      \
-      .Ret<::xla::ffi::AnyBuffer>() /* workspace */ \
-      .Attr<std::string_view>("layout")             \
-      .Attr<std::string_view>("activation")         \
-      .Attr<std::string_view>("family")             \
-      .Attr<double>("epsilon")
-
-#define JAX_GN_BIND_BACKWARD(CONTEXT)               \
-  ::xla::ffi::Ffi::Bind() CONTEXT                   \
-      .Arg<::xla::ffi::AnyBuffer>() /* dy */        \
-      .Arg<::xla::ffi::AnyBuffer>() /* x */         \
-      .Arg<::xla::ffi::AnyBuffer>() /* scale */     \
-      .Arg<::xla::ffi::AnyBuffer>() /* bias */      \
-      .Arg<::xla::ffi::AnyBuffer>() /* mean */      \
-      .Arg<::xla::ffi::AnyBuffer>() /* rstd */      \
-      .Ret<::xla::ffi::AnyBuffer>() /* dx */        \
-      .Ret<::xla::ffi::AnyBuffer>() /* dscale */    \
-      .Ret<::xla::ffi::AnyBuffer>() /* dbias */     \
-      .Ret<::xla::ffi::AnyBuffer>() /* workspace */ \
-      .Attr<std::string_view>("layout")             \
-      .Attr<std::string_view>("activation")         \
-      .Attr<std::string_view>("family")
 
 #endif  // JAX_GN_DECODE_H_

@@ -26,7 +26,7 @@ namespace {
 class Forward : private Pass<ForwardArgs> {
  public:
   Forward(const Problem& problem, const Plan& plan, const ForwardArgs& args, Executor& executor)
-      : Pass(problem, plan, args, executor),
+      : Pass(problem, plan, args, executor, WorkersFor(problem, plan, executor)),
         partials_(static_cast<Moments*>(args.workspace)),
         affine_(plan.blocks == 1 ? nullptr
                                  : reinterpret_cast<Affine*>(partials_ + problem.n * plan.blocks *
@@ -106,7 +106,7 @@ class Forward : private Pass<ForwardArgs> {
 class Backward : private Pass<BackwardArgs> {
  public:
   Backward(const Problem& problem, const Plan& plan, const BackwardArgs& args, Executor& executor)
-      : Pass(problem, plan, args, executor),
+      : Pass(problem, plan, args, executor, WorkersFor(problem, plan, executor)),
         parts_(PositionBlocks(problem, plan)),
         whole_(plan.blocks == 1),
         slot_count_(whole_ ? SampleRanges(problem, plan) : problem.n) {}

@@ -83,18 +83,18 @@ inline int WorkersFor(const Problem& problem, const Plan& plan, const Executor& 
   return Workers(executor, tasks, problem.elements() * SizeOf(problem.dtype));
 }
 
-// What the blocked family's forward and backward passes both hold.
+// What every pass over tiles holds.
 template <typename Args>
 class Pass {
  protected:
-  Pass(const Problem& problem, const Plan& plan, const Args& args, Executor& executor)
+  Pass(const Problem& problem, const Plan& plan, const Args& args, Executor& executor, int workers)
       : problem_(problem),
         plan_(plan),
         args_(args),
         executor_(executor),
         cut_(problem, plan),
         loops_(FindLoops(problem.dtype, problem.activation)),
-        workers_(WorkersFor(problem, plan, executor)),
+        workers_(workers),
         scratch_(workers_, cut_.MaxColumns()) {}
 
   int64_t FirstGroup(const Block& block) const {

@@ -13,6 +13,7 @@
 #include "families.h"
 #include "merge.h"
 #include "parallel.h"
+#include "tasks.h"
 
 namespace jax_gn::cpu {
 namespace {
@@ -21,17 +22,10 @@ int WorkersFor(const Problem& problem, const Executor& executor) {
   return Workers(executor, problem.n * problem.groups, problem.elements() * SizeOf(problem.dtype));
 }
 
-class Backward {
+class Backward : private Pass<BackwardArgs> {
  public:
   Backward(const Problem& problem, const Plan& plan, const BackwardArgs& args, Executor& executor)
-      : problem_(problem),
-        plan_(plan),
-        args_(args),
-        executor_(executor),
-        cut_(problem, plan),
-        loops_(FindLoops(problem.dtype, problem.activation)),
-        workers_(WorkersFor(problem, executor)),
-        scratch_(workers_, cut_.MaxColumns()),
+      : Pass(problem, plan, args, executor, WorkersFor(problem, executor)),
         totals_(workers_, problem.group_size()) {}
 
   Status Run() {
@@ -50,17 +44,9 @@ class Backward {
   }
 
  private:
-  const void* X(const Block& block) const {
-    return At(args_.x, problem_.dtype, cut_.Offset(block));
-  }
-  const void* Dy(const Block& block) const {
-    return At(args_.dy, problem_.dtype, cut_.Offset(block));
-  }
-
   void Prepare(const Block& block, const Tile& tile, const Scratch& scratch) {
     LoadParameters(problem_, args_, loops_, block, scratch);
-    LoadAffine(problem_, args_, block.n * problem_.groups + block.channel / problem_.group_size(),
-               1, scratch.affine);
+    LoadAffine(problem_, args_, FirstGroup(block), 1, scratch.affine);
     loops_.coefficients(tile, scratch.affine, scratch);
   }
 
@@ -72,7 +58,7 @@ class Backward {
       const Block block = cut_.Piece(n, group, i);
       const Tile tile = cut_.TileOf(block);
       Prepare(block, tile, scratch);
-      loops_.gradient_sums(Dy(block), X(block), tile, scratch);
+      loops_.gradient_sums(In(args_.dy, block), In(args_.x, block), tile, scratch);
       const int64_t offset = block.channel - whole.channel;
       for (int64_t c = 0; c < block.channels; ++c) {
         totals.first[offset + c] += scratch.first[c];
@@ -103,8 +89,8 @@ class Backward {
       const Tile tile = cut_.TileOf(block);
       Prepare(block, tile, scratch);
       loops_.gradient_coefficients(tile, &gradient, scratch);
-      loops_.gradient_apply(Dy(block), X(block), At(args_.dx, problem_.dtype, cut_.Offset(block)),
-                            tile, scratch);
+      loops_.gradient_apply(In(args_.dy, block), In(args_.x, block), In(args_.dx, block), tile,
+                            scratch);
     }
   }
 
@@ -132,14 +118,6 @@ class Backward {
     store_both(Param::kPerChannel, channel, dbias, dscale);
   }
 
-  const Problem& problem_;
-  const Plan& plan_;
-  const BackwardArgs& args_;
-  Executor& executor_;
-  const Cut cut_;
-  const Loops loops_;
-  const int workers_;
-  const ScratchPool scratch_;
   const ScratchPool totals_;
 };
 

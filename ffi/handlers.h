@@ -1,0 +1,112 @@
+// The handlers of both targets, once for all platforms: decode, plan, run. A platform's module
+// gives its Backend, and binds them with what XLA hands its handlers besides the buffers.
+#ifndef JAX_GN_HANDLERS_H_
+#define JAX_GN_HANDLERS_H_
+
+#include <string>
+#include <string_view>
+
+#include "decode.h"
+#include "plan.h"
+
+namespace jax_gn {
+
+// The plan for the device that runs the call, which must fit in the workspace that came with it.
+inline Status PlanWithin(Output& workspace, const Problem& problem, Platform platform,
+                         const DeviceLimits& device, Family family, Plan* plan) {
+  JAX_GN_TRY(MakePlan(problem, platform, device, family, plan));
+  const int64_t got = workspace->size_bytes();
+  if (got < plan->workspace_bytes) {
+    return JAX_GN_ERROR(kInvalidArgument, "workspace too small: needed " +
+                                              std::to_string(plan->workspace_bytes) +
+                                              " bytes, got " + std::to_string(got));
+  }
+  return Status();
+}
+
+// The handlers of a platform, the same but for what XLA hands them besides the buffers. Backend:
+//   using Context = …;
+//   static constexpr Platform kPlatform;
+//   static Status Limits(DeviceLimits*);           of the device that runs the call
+//   static Status Run(Context&, const Problem&, const Plan&, const Args&);  ForwardArgs,
+//   BackwardArgs
+template <typename Backend>
+class Handlers {
+ public:
+  static ffi::Error Forward(typename Backend::Context context, Buffer x, Buffer scale, Buffer bias,
+                            Output y, Output mean, Output rstd, Output workspace,
+                            std::string_view layout, std::string_view activation,
+                            std::string_view family, double epsilon) {
+    Attributes attributes;
+    Problem problem;
+    ForwardArgs args;
+    return ToFfiError([&]() -> Status {
+      JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
+      JAX_GN_TRY(DecodeForward(x, scale, bias, y, mean, rstd, workspace, attributes, epsilon,
+                               &problem, &args));
+      return Serve(context, problem, args, attributes.family, workspace);
+    }());
+  }
+
+  static ffi::Error Backward(typename Backend::Context context, Buffer dy, Buffer x, Buffer scale,
+                             Buffer bias, Buffer mean, Buffer rstd, Output dx, Output dscale,
+                             Output dbias, Output workspace, std::string_view layout,
+                             std::string_view activation, std::string_view family) {
+    Attributes attributes;
+    Problem problem;
+    BackwardArgs args;
+    return ToFfiError([&]() -> Status {
+      JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
+      JAX_GN_TRY(DecodeBackward(dy, x, scale, bias, mean, rstd, dx, dscale, dbias, workspace,
+                                attributes, &problem, &args));
+      return Serve(context, problem, args, attributes.family, workspace);
+    }());
+  }
+
+ private:
+  // What is left once a call is decoded: plan for the device that runs it, then run.
+  template <typename Args>
+  static Status Serve(typename Backend::Context& context, const Problem& problem, const Args& args,
+                      Family family, Output& workspace) {
+    DeviceLimits limits;
+    Plan plan;
+    JAX_GN_TRY(Backend::Limits(&limits));
+    JAX_GN_TRY(PlanWithin(workspace, problem, Backend::kPlatform, limits, family, &plan));
+    return Backend::Run(context, problem, plan, args);
+  }
+};
+
+}  // namespace jax_gn
+
+// The bindings, once for both platforms; CONTEXT adds the platform's own context arguments.
+#define JAX_GN_BIND_FORWARD(CONTEXT)                \
+  ::xla::ffi::Ffi::Bind() CONTEXT                   \
+      .Arg<::xla::ffi::AnyBuffer>() /* x */         \
+      .Arg<::xla::ffi::AnyBuffer>() /* scale */     \
+      .Arg<::xla::ffi::AnyBuffer>() /* bias */      \
+      .Ret<::xla::ffi::AnyBuffer>() /* y */         \
+      .Ret<::xla::ffi::AnyBuffer>() /* mean */      \
+      .Ret<::xla::ffi::AnyBuffer>() /* rstd */      \
+      .Ret<::xla::ffi::AnyBuffer>() /* workspace */ \
+      .Attr<std::string_view>("layout")             \
+      .Attr<std::string_view>("activation")         \
+      .Attr<std::string_view>("family")             \
+      .Attr<double>("epsilon")
+
+#define JAX_GN_BIND_BACKWARD(CONTEXT)               \
+  ::xla::ffi::Ffi::Bind() CONTEXT                   \
+      .Arg<::xla::ffi::AnyBuffer>() /* dy */        \
+      .Arg<::xla::ffi::AnyBuffer>() /* x */         \
+      .Arg<::xla::ffi::AnyBuffer>() /* scale */     \
+      .Arg<::xla::ffi::AnyBuffer>() /* bias */      \
+      .Arg<::xla::ffi::AnyBuffer>() /* mean */      \
+      .Arg<::xla::ffi::AnyBuffer>() /* rstd */      \
+      .Ret<::xla::ffi::AnyBuffer>() /* dx */        \
+      .Ret<::xla::ffi::AnyBuffer>() /* dscale */    \
+      .Ret<::xla::ffi::AnyBuffer>() /* dbias */     \
+      .Ret<::xla::ffi::AnyBuffer>() /* workspace */ \
+      .Attr<std::string_view>("layout")             \
+      .Attr<std::string_view>("activation")         \
+      .Attr<std::string_view>("family")
+
+#endif  // JAX_GN_HANDLERS_H_
