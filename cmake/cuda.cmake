@@ -73,9 +73,7 @@ nanobind_add_module(_cuda STABLE_ABI NB_STATIC NOMINSIZE ffi/cuda_module.cc)
 target_include_directories(_cuda SYSTEM PRIVATE ${JAX_GN_XLA_INCLUDE}
                                                 ${CUDAToolkit_INCLUDE_DIRS})
 target_link_libraries(_cuda PRIVATE jax_gn_cuda jax_gn_plan CUDA::cudart_static)
-# Static libraries stay private: XLA's CUDA plugin has a CUDA runtime of its own, and where the
-# compiler links libstdc++ statically, its locales must not mix with those of the process (seen:
-# formatting a number in XLA's own error text crashed).
+# As for _cpu, and XLA's CUDA plugin has a CUDA runtime of its own.
 target_link_options(_cuda PRIVATE LINKER:--exclude-libs,ALL)
 install(TARGETS _cuda LIBRARY DESTINATION jax_gn)
 

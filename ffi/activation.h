@@ -43,6 +43,25 @@ JAX_GN_HOST_DEVICE V Sigmoid(V z) {
   return Scalar<V>(1) / (Scalar<V>(1) + Exp(-z));
 }
 
+// max(z, bound); NaN stays NaN.
+template <typename V>
+JAX_GN_HOST_DEVICE V AtLeast(V z, Scalar<V> bound) {
+  return z < V{} + bound ? V{} + bound : z;
+}
+
+// The sigmoid s and 1 - s. The difference is taken as e s, with e = exp(-z) = (1 - s) / s, as
+// subtracting from 1 would cancel for large z. For z >= -88, where e stays finite.
+template <typename V>
+struct SigmoidPair {
+  V s, rest;
+};
+template <typename V>
+JAX_GN_HOST_DEVICE SigmoidPair<V> SigmoidAndRest(V z) {
+  const V e = Exp(-z);
+  const V s = Scalar<V>(1) / (Scalar<V>(1) + e);
+  return {s, e * s};
+}
+
 // 2u of gelu(z) = z/2 (1 + tanh u) = z sigmoid(2u).
 template <typename V>
 JAX_GN_HOST_DEVICE V GeluArgument(V z) {
@@ -74,19 +93,17 @@ JAX_GN_HOST_DEVICE V ActivationGrad(V z) {
   using S = Scalar<V>;
   const V one = V{} + S(1);
   if constexpr (kActivation == Activation::kSilu) {
-    const V s = internal::Sigmoid(z);
-    return s * (one + z * (one - s));
+    const internal::SigmoidPair<V> at = internal::SigmoidAndRest(internal::AtLeast(z, S(-80)));
+    return at.s * (one + z * at.rest);
   } else if constexpr (kActivation == Activation::kRelu) {
     return z > V{} ? one : V{};
   } else if constexpr (kActivation == Activation::kGelu) {
-    // Beyond 16 the derivative is 0 or 1 in either precision; clamping keeps z^2 finite.
-    const V bound = V{} + S(16);
-    const V below = z > bound ? bound : z;
-    const V clamped = below < -bound ? -bound : below;
-    const V s = internal::Sigmoid(internal::GeluArgument(clamped));
+    // Beyond 10 the derivative is 0 or 1 to within 1e-35; the bound keeps z^2 and the exp finite.
+    const V clamped = -internal::AtLeast(-internal::AtLeast(z, S(-10)), S(-10));
+    const internal::SigmoidPair<V> at = internal::SigmoidAndRest(internal::GeluArgument(clamped));
     const V slope = S(kGeluTwiceRootTwoOverPi) +
                     S(3 * kGeluTwiceRootTwoOverPi * kGeluCubic) * (clamped * clamped);
-    return s * (one + clamped * slope * (one - s));
+    return at.s * (one + clamped * slope * at.rest);
   } else if constexpr (kActivation == Activation::kLeakyRelu) {
     return z >= V{} ? one : V{} + S(kLeakyReluSlope);
   } else {

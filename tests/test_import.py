@@ -69,8 +69,8 @@ def test_version_rule(monkeypatch, built, runtime, taken):
 
 
 def test_versions_of_this_installation():
-    """The build pins headers 0.1, so that the module serves every jax of the supported window."""
-    assert tuple(_ffi.planner().ffi_api_version) == (0, 1) <= _ffi.runtime_ffi_version()
+    """The headers of the build are never newer than the runtime that loaded the module."""
+    assert (0, 1) <= tuple(_ffi.planner().ffi_api_version) <= _ffi.runtime_ffi_version()
 
 
 def _import_error(monkeypatch, error):
