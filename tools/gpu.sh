@@ -62,7 +62,7 @@ test_all() {
 # The tool must first find the bug planted for it.
 finds() {
   local tool=$1 bug=$2
-  ! compute-sanitizer --tool "$tool" --error-exitcode 9 "$harness" plant "$bug" || {
+  ! compute-sanitizer --tool "$tool" --print-limit 2 --error-exitcode 9 "$harness" plant "$bug" || {
     echo "$tool does not find the planted bug $bug"
     return 1
   }
