@@ -17,8 +17,9 @@
 namespace jax_gn {
 
 // kAuto is a preference only: no plan has it.
-enum class Family { kAuto, kThreeStage, kBlocked, kStreaming };
-inline constexpr std::string_view kFamilyNames[] = {"auto", "three_stage", "blocked", "streaming"};
+enum class Family { kAuto, kThreeStage, kBlocked, kStreaming, kResident };
+inline constexpr std::string_view kFamilyNames[] = {"auto", "three_stage", "blocked", "streaming",
+                                                    "resident"};
 
 // The limits of a CUDA device that plans depend on. Defaults: an H200's.
 struct DeviceLimits {
@@ -52,6 +53,8 @@ struct Plan {
   int64_t tile_channels = 0;
   int64_t block_extent = 0;
   int64_t blocks = 1;
+  // "resident": threads beside each other (of a tile's row, or of a channel's segment).
+  int64_t width = 0;
 
   int64_t tiles(const Problem& problem) const {
     return (problem.channels + tile_channels - 1) / tile_channels;

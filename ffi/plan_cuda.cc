@@ -1,10 +1,13 @@
 // CUDA's plans: the stages of each family and their launch shapes.
 //
-// The cuts themselves are in cuda/cut.h. Both families serve every problem; "streaming" reads x
-// (and dy) twice with as many blocks as fill the GPU, and is what serves unless asked otherwise.
+// The cuts themselves are in cuda/cut.h and cuda/resident_cut.h. "resident" serves what fits on the
+// chip, "streaming", which reads x (and dy) twice, and "three_stage" serve every problem.
+#include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "cuda/cut.h"
+#include "cuda/resident_cut.h"
 #include "cuda/three_stage.h"
 #include "plan.h"
 
@@ -17,6 +20,13 @@ int64_t TensorBytes(const Problem& problem) { return problem.elements() * SizeOf
 
 Stage Streaming(std::string_view kernel, int64_t grid, int64_t shared_bytes = 0) {
   return {kernel, grid, kThreads, shared_bytes};
+}
+
+void AddParameterSums(const Problem& problem, int64_t rows, Plan* plan) {
+  for (const Param form : {Param::kPerChannel, Param::kPerSample}) {
+    if (problem.op == Op::kForward || (problem.scale != form && problem.bias != form)) continue;
+    plan->AddStage(Streaming("parameter_sums", cuda::ParameterBlocks(problem, form, rows)));
+  }
 }
 
 void PlanRows(const Problem& problem, Plan* plan) {
@@ -68,17 +78,66 @@ void PlanRuns(const Problem& problem, Plan* plan) {
 }
 
 void PlanStreaming(const Problem& problem, Plan* plan) {
-  plan->workspace_bytes = cuda::LayOut(problem).bytes;
   plan->bytes_moved = TensorBytes(problem) * (problem.op == Op::kForward ? 3 : 5);
   if (cuda::LayoutOf(problem) == Layout::kChannelsLast) {
     PlanRows(problem, plan);
   } else {
     PlanRuns(problem, plan);
   }
-  for (const Param form : {Param::kPerChannel, Param::kPerSample}) {
-    if (problem.op == Op::kForward || (problem.scale != form && problem.bias != form)) continue;
-    plan->AddStage(Streaming("parameter_sums", cuda::ParameterBlocks(problem, form)));
+  AddParameterSums(problem, cuda::LayOut(problem).channel_rows, plan);
+}
+
+// How much longer than the copy of the same bytes, roughly. H200: see docs/kernels.md.
+double ResidentCost(const Problem& problem, const cuda::ResidentCut& cut) {
+  const double blocks = static_cast<double>(cuda::ResidentBlocks(cut));
+  double cost = 1 / cuda::ResidentUse(problem, cut);
+  cost *= 1 + 0.25 / blocks;
+  cost *= 1 + 0.03 * std::log2(cut.team) + (cut.team > 8 ? 0.15 : 0);
+  if (blocks * cut.threads < 512) cost *= 1.1;
+  if (cut.rows()) {
+    const int64_t bytes = cut.tile_packs * cuda::kPackBytes;
+    cost *= bytes % 128 != 0 ? 1.15 : bytes < 256 ? 1.08 : 1;
   }
+  return cost;
+}
+
+// The best cut with at most so many blocks a team, not valid() if the problem doesn't fit.
+cuda::ResidentCut BestResident(const Problem& problem, const DeviceLimits& device, int most_team) {
+  cuda::ResidentCut best = {};
+  double best_cost = 1e30;
+  cuda::ForResidentCuts(problem, device, [&](const cuda::ResidentCut& cut) {
+    const double cost = cut.team > most_team ? 1e30 : ResidentCost(problem, cut);
+    if (cost >= best_cost) return;
+    best_cost = cost;
+    best = cut;
+  });
+  return best;
+}
+
+// The cut for that device: an H200's if it fits there, else one of no larger teams, whose partial
+// sums fit into the same workspace.
+cuda::ResidentCut ChooseResident(const Problem& problem, const DeviceLimits& device) {
+  const cuda::ResidentCut cut = BestResident(problem, DeviceLimits(), cuda::kMaxTeam);
+  if (!cut.valid() || cuda::Fits(cut, device)) return cut;
+  return BestResident(problem, device, cut.team);
+}
+
+// Bytes of dscale's and dbias's partial sums that the family needs, on any device.
+int64_t ResidentWorkspace(const Problem& problem) {
+  const cuda::ResidentCut cut = ChooseResident(problem, DeviceLimits());
+  return cuda::ResidentRows(problem, cut.team) * problem.channels * 2 *
+         SizeOf(problem.accumulator());
+}
+
+Status CheckGrids(const Plan& plan) {
+  for (int i = 0; i < plan.num_stages; ++i) {
+    if (plan.stages[i].grid > INT32_MAX) {
+      return JAX_GN_ERROR(kUnimplemented,
+                          "too large for one launch: " + std::to_string(plan.stages[i].grid) +
+                              " blocks; split the batch");
+    }
+  }
+  return Status();
 }
 
 void PlanThreeStage(const Problem& problem, Plan* plan) {
@@ -102,30 +161,68 @@ void PlanThreeStage(const Problem& problem, Plan* plan) {
 
 }  // namespace
 
-Status MakeCudaPlan(const Problem& problem, const DeviceLimits&, Family preference, Plan* plan) {
+namespace cuda {
+
+void PlanResident(const Problem& problem, const ResidentCut& cut, Plan* plan) {
+  const bool forward = problem.op == Op::kForward;
+  plan->family = Family::kResident;
+  plan->bytes_moved = CompulsoryBytes(problem);
+  plan->blocks = cut.team;
+  const int64_t slabs =
+      problem.n * (cut.rows() ? problem.groups / cut.tile_groups : problem.groups);
+  if (cut.rows()) {
+    plan->width = cut.tile_packs;
+    plan->tile_channels = cut.tile_packs * ResidentPack(problem);
+    plan->block_extent = CeilDiv(problem.spatial, cut.team);
+    plan->AddStage({forward ? "resident_tile_forward" : "resident_tile_backward", slabs * cut.team,
+                    cut.threads, cut.shared_bytes});
+  } else {
+    plan->width = cut.lanes;
+    plan->tile_channels = cut.group_size;
+    plan->block_extent = CeilDiv(problem.group_elements(), cut.team);
+    plan->AddStage({forward ? "resident_run_forward" : "resident_run_backward", slabs * cut.team,
+                    cut.threads, cut.shared_bytes});
+  }
+  AddParameterSums(problem, ResidentRows(problem, cut.team), plan);
+}
+
+}  // namespace cuda
+
+Status MakeCudaPlan(const Problem& problem, const DeviceLimits& device, Family preference,
+                    Plan* plan) {
   if (preference == Family::kBlocked) {
+    return JAX_GN_ERROR(kUnimplemented, "family 'blocked' has no CUDA code; use 'resident', "
+                                        "'streaming' or 'three_stage'");
+  }
+  const bool empty = problem.n == 0 || problem.spatial == 0;  // the launcher writes the results
+  if (preference == Family::kThreeStage) {
+    plan->family = Family::kThreeStage;
+    if (problem.op == Op::kBackward) {
+      plan->workspace_bytes = 2 * problem.n * problem.groups * SizeOf(problem.accumulator());
+    }
+    if (!empty) PlanThreeStage(problem, plan);
+    return CheckGrids(*plan);
+  }
+  cuda::ResidentCut cut = {};
+  if (preference != Family::kStreaming && !empty) cut = ChooseResident(problem, device);
+  if (preference == Family::kResident && !cut.valid()) {
     return JAX_GN_ERROR(kUnimplemented,
-                        "family 'blocked' has no CUDA code; use 'streaming' or 'three_stage'");
+                        "family 'resident' has no room for this problem (a group, or 128 bytes of "
+                        "channels, of one sample in the shared memory of 16 blocks; not float64; "
+                        "sm_80 or newer); use 'streaming' or 'three_stage'");
   }
-  plan->family = preference == Family::kThreeStage ? Family::kThreeStage : Family::kStreaming;
-  if (plan->family == Family::kThreeStage && problem.op == Op::kBackward) {
-    plan->workspace_bytes = 2 * problem.n * problem.groups * SizeOf(problem.accumulator());
-  }
-  // Nothing to reduce: the launcher only writes the results of nothing.
-  if (problem.n == 0 || problem.spatial == 0) return Status();
-  if (plan->family == Family::kThreeStage) {
-    PlanThreeStage(problem, plan);
+  plan->family = Family::kStreaming;
+  if (empty) return Status();
+  if (cut.valid()) {
+    cuda::PlanResident(problem, cut, plan);
   } else {
     PlanStreaming(problem, plan);
   }
-  for (int i = 0; i < plan->num_stages; ++i) {
-    if (plan->stages[i].grid > INT32_MAX) {
-      return JAX_GN_ERROR(kUnimplemented,
-                          "too large for one launch: " + std::to_string(plan->stages[i].grid) +
-                              " blocks; split the batch");
-    }
+  plan->workspace_bytes = cuda::LayOut(problem).bytes;
+  if (preference != Family::kStreaming) {
+    plan->workspace_bytes = std::max(plan->workspace_bytes, ResidentWorkspace(problem));
   }
-  return Status();
+  return CheckGrids(*plan);
 }
 
 }  // namespace jax_gn

@@ -56,15 +56,27 @@ Status CurrentLimits(DeviceLimits* limits) {
 Status RunForward(const Problem& problem, const Plan& plan, const ForwardArgs& args,
                   cudaStream_t stream) {
   if (IsEmpty(problem)) return LaunchEmptyForward(problem, args, stream);
-  return plan.family == Family::kThreeStage ? LaunchThreeStageForward(problem, plan, args, stream)
-                                            : LaunchStreamingForward(problem, plan, args, stream);
+  switch (plan.family) {
+    case Family::kThreeStage:
+      return LaunchThreeStageForward(problem, plan, args, stream);
+    case Family::kResident:
+      return LaunchResidentForward(problem, plan, args, stream);
+    default:
+      return LaunchStreamingForward(problem, plan, args, stream);
+  }
 }
 
 Status RunBackward(const Problem& problem, const Plan& plan, const BackwardArgs& args,
                    cudaStream_t stream) {
   if (IsEmpty(problem)) return LaunchEmptyBackward(problem, args, stream);
-  return plan.family == Family::kThreeStage ? LaunchThreeStageBackward(problem, plan, args, stream)
-                                            : LaunchStreamingBackward(problem, plan, args, stream);
+  switch (plan.family) {
+    case Family::kThreeStage:
+      return LaunchThreeStageBackward(problem, plan, args, stream);
+    case Family::kResident:
+      return LaunchResidentBackward(problem, plan, args, stream);
+    default:
+      return LaunchStreamingBackward(problem, plan, args, stream);
+  }
 }
 
 int DriverVersion() {

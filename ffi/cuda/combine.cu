@@ -173,9 +173,10 @@ Status LaunchCombineSums(const Problem& problem, const Stage& stage, const Backw
 
 template <typename T>
 Status LaunchParameterSums(const Problem& problem, const Stage& stage, const BackwardArgs& args,
-                           Param form, const Pair<T>* channel_rows, cudaStream_t stream) {
+                           Param form, int64_t rows, const Pair<T>* channel_rows,
+                           cudaStream_t stream) {
   ParameterSumsKernel<T><<<Grid(stage), stage.threads, 0, stream>>>(
-      CutParameters(problem, form), problem.channels, channel_rows, problem.bias_dtype,
+      CutParameters(problem, form, rows), problem.channels, channel_rows, problem.bias_dtype,
       problem.bias == form ? args.dbias : nullptr, problem.scale_dtype,
       problem.scale == form ? args.dscale : nullptr);
   return JAX_GN_LAUNCHED("ParameterSumsKernel");
@@ -187,7 +188,7 @@ Status LaunchParameterSums(const Problem& problem, const Stage& stage, const Bac
   template Status LaunchCombineSums<T>(const Problem&, const Stage&, const BackwardArgs&,          \
                                        const Pair<T>*, const Pair<T>*, Pair<T>*, cudaStream_t);    \
   template Status LaunchParameterSums<T>(const Problem&, const Stage&, const BackwardArgs&, Param, \
-                                         const Pair<T>*, cudaStream_t);
+                                         int64_t, const Pair<T>*, cudaStream_t);
 JAX_GN_INSTANTIATE(float)
 JAX_GN_INSTANTIATE(double)
 

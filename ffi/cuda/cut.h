@@ -255,15 +255,14 @@ struct ParameterCut {
   int columns;      // channels of a block; its other threads share their rows
 };
 
-inline ParameterCut CutParameters(const Problem& problem, Param form) {
-  const int64_t rows = LayOut(problem).channel_rows;
+inline ParameterCut CutParameters(const Problem& problem, Param form, int64_t rows) {
   const bool per_sample = form == Param::kPerSample;
   ParameterCut cut = {per_sample ? problem.n : 1, per_sample ? rows / problem.n : rows, 0};
   cut.columns = kThreads / std::min(32, PowerOfTwoBelow(cut.rows));
   return cut;
 }
-inline int64_t ParameterBlocks(const Problem& problem, Param form) {
-  const ParameterCut cut = CutParameters(problem, form);
+inline int64_t ParameterBlocks(const Problem& problem, Param form, int64_t rows) {
+  const ParameterCut cut = CutParameters(problem, form, rows);
   return cut.results * CeilDiv(problem.channels, cut.columns);
 }
 

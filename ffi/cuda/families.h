@@ -18,6 +18,12 @@ Status LaunchStreamingForward(const Problem& problem, const Plan& plan, const Fo
 Status LaunchStreamingBackward(const Problem& problem, const Plan& plan, const BackwardArgs& args,
                                cudaStream_t stream);
 
+// Buffers off the 16-byte borders, which XLA's never are, go to "streaming".
+Status LaunchResidentForward(const Problem& problem, const Plan& plan, const ForwardArgs& args,
+                             cudaStream_t stream);
+Status LaunchResidentBackward(const Problem& problem, const Plan& plan, const BackwardArgs& args,
+                              cudaStream_t stream);
+
 // The results of nothing, where N or the spatial size is 0: mean = 0, rstd = 1/sqrt(epsilon),
 // dscale = dbias = 0.
 Status LaunchEmptyForward(const Problem& problem, const ForwardArgs& args, cudaStream_t stream);

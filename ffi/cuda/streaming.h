@@ -82,9 +82,10 @@ template <typename T>
 Status LaunchCombineSums(const Problem&, const Stage&, const BackwardArgs&,
                          const Pair<T>* channel_rows, const Pair<T>* parts, Pair<T>* means,
                          cudaStream_t);
+// channel_rows: [rows, C], the same number of rows for each sample or for blocks of samples.
 template <typename T>
 Status LaunchParameterSums(const Problem&, const Stage&, const BackwardArgs&, Param form,
-                           const Pair<T>* channel_rows, cudaStream_t);
+                           int64_t rows, const Pair<T>* channel_rows, cudaStream_t);
 
 }  // namespace jax_gn::cuda
 

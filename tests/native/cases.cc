@@ -1,4 +1,5 @@
 // What the sweep runs over.
+#include "cuda/resident_cut.h"
 #include "harness.h"
 
 namespace jax_gn::harness {
@@ -19,6 +20,7 @@ constexpr Shape kShapes[] = {
     {0, 4, 8, 2},      {2, 0, 8, 2},      {600, 1, 16, 4},    {515, 2, 17, 1},
     {70001, 1, 8, 2},  {2, 40000, 16, 2}, {1, 1, 9000, 3},    {1, 200000, 4, 1},
     {4, 49, 2048, 32}, {3, 2500, 12, 12}, {16, 7, 96, 96},    {2, 16384, 128, 32},
+    {3, 256, 192, 32}, {2, 300, 64, 64},  {5, 196, 256, 32},  {2, 64, 480, 16},
 };
 constexpr int64_t kSmall = 20000;  // elements
 
@@ -32,7 +34,7 @@ std::vector<Case> SweepCases(bool small) {
   for (const Shape& shape : kShapes) {
     for (DType dtype : kTypes) {
       for (Layout layout : {Layout::kChannelsLast, Layout::kChannelsFirst}) {
-        for (Family family : {Family::kStreaming, Family::kThreeStage}) {
+        for (Family family : {Family::kResident, Family::kStreaming, Family::kThreeStage}) {
           // The rest goes round, with periods that share no factor: all pairs come up.
           ++turn;
           Case c;
@@ -52,6 +54,12 @@ std::vector<Case> SweepCases(bool small) {
           c.misaligned = turn % 7 < 4 ? 0 : turn % 7 - 3;
           c.mean = turn % 11 == 0 ? 100 : 0.5;
           c.family = family;
+          c.cut = family == Family::kResident ? turn * 7919 % 1000 : -1;
+          Plan plan;
+          if (family == Family::kResident &&
+              !MakePlan(p, Platform::kCuda, DeviceLimits(), family, &plan).ok()) {
+            continue;
+          }
           cases.push_back(c);
         }
       }
@@ -71,7 +79,7 @@ std::string Case::Name() const {
          std::to_string(p.groups) + " " + name(kActivationNames, p.activation) + " scale " +
          name(kParamNames, p.scale) + " " + name(kDTypeNames, p.scale_dtype) + " bias " +
          name(kParamNames, p.bias) + " " + name(kDTypeNames, p.bias_dtype) + " +" +
-         std::to_string(misaligned);
+         std::to_string(misaligned) + (cut < 0 ? "" : " cut " + std::to_string(cut));
 }
 
 }  // namespace jax_gn::harness

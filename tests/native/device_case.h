@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda/backend.h"
+#include "cuda/resident_cut.h"
 #include "harness.h"
 
 // The harness itself can't go on after a CUDA error.
@@ -79,12 +80,26 @@ class Buffer {
   char* base_ = nullptr;
 };
 
+// Replaces a resident plan by one with another cut, so that a sweep meets all kinds.
+inline void ChooseCut(const Problem& problem, int which, Plan* plan) {
+  if (plan->family != Family::kResident) return;
+  std::vector<cuda::ResidentCut> cuts;
+  cuda::ForResidentCuts(problem, DeviceLimits(),
+                        [&](const cuda::ResidentCut& cut) { cuts.push_back(cut); });
+  Plan chosen;
+  const cuda::ResidentCut& cut = cuts[which % cuts.size()];
+  cuda::PlanResident(problem, cut, &chosen);
+  chosen.workspace_bytes =
+      std::max(plan->workspace_bytes, cuda::ResidentRows(problem, cut.team) * problem.channels * 8);
+  *plan = chosen;
+}
+
 class DeviceCase {
  public:
   DeviceCase(const Case& the_case, const Numbers& numbers, const BufferStyle& style)
       : forward_(the_case.problem),
         backward_(the_case.problem),
-        status_(MakePlans(the_case.family)) {
+        status_(MakePlans(the_case)) {
     const Problem& p = forward_;
     const auto make = [&](int64_t count, DType dtype, int64_t offset = 0) {
       buffers_.push_back(
@@ -164,12 +179,18 @@ class DeviceCase {
   }
 
  private:
-  Status MakePlans(Family family) {
+  Status MakePlans(const Case& the_case) {
     forward_.op = Op::kForward;
     backward_.op = Op::kBackward;
     const DeviceLimits limits;
-    JAX_GN_TRY(MakePlan(forward_, Platform::kCuda, limits, family, &forward_plan_));
-    return MakePlan(backward_, Platform::kCuda, limits, family, &backward_plan_);
+    JAX_GN_TRY(MakePlan(forward_, Platform::kCuda, limits, the_case.family, &forward_plan_));
+    if (the_case.cut >= 0) ChooseCut(forward_, the_case.cut, &forward_plan_);
+    // The backward pass needs twice the room: it may be another family's.
+    JAX_GN_TRY(MakePlan(
+        backward_, Platform::kCuda, limits,
+        the_case.family == Family::kResident ? Family::kAuto : the_case.family, &backward_plan_));
+    if (the_case.cut >= 0) ChooseCut(backward_, the_case.cut, &backward_plan_);
+    return Status();
   }
   std::vector<Buffer*> Outputs() const { return {y_, mean_, rstd_, dx_, dscale_, dbias_}; }
 

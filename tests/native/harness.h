@@ -18,6 +18,7 @@ struct Case {
   Family family = Family::kStreaming;
   double epsilon = 1e-5;
   double mean = 0.5, spread = 1.0;
+  int cut = -1;  // family "resident": which of the cuts there are; -1: the planner's
   int misaligned = 0;  // elements by which every tensor is off a 16-byte border
 
   std::string Name() const;
@@ -48,7 +49,7 @@ std::string Compare(const std::string& name, const std::vector<double>& got,
 
 // Modes of the program; they return the number of failures.
 int Plant(const std::string& bug);
-int Time(const std::vector<std::string>& arguments);
+int Time(const std::vector<std::string>& arguments, bool ladder);
 
 }  // namespace jax_gn::harness
 

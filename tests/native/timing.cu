@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "cuda/resident_cut.h"
 #include "device_case.h"
 #include "element.h"
 
@@ -105,9 +106,8 @@ double TimeCopy(int64_t bytes) {
   });
 }
 
-void TimeOne(const std::string& name, const Problem& p, Family family, double copy_seconds) {
-  Plan plan;
-  if (!MakePlan(p, Platform::kCuda, DeviceLimits(), family, &plan).ok()) return;
+void TimeOne(const std::string& name, const Problem& p, const Plan& plan, const char* label,
+             double copy_seconds) {
   const int64_t tensor = Rounded(p.elements() * SizeOf(p.dtype));
   const int64_t statistic = Rounded(p.n * p.groups * SizeOf(p.accumulator()));
   const int64_t parameter = Rounded(p.channels * SizeOf(p.scale_dtype));
@@ -144,19 +144,50 @@ void TimeOne(const std::string& name, const Problem& p, Family family, double co
   const double bytes = static_cast<double>(CompulsoryBytes(p));
   std::printf(
       "{\"problem\": \"%s\", \"op\": \"%s\", \"dtype\": \"%s\", \"layout\": \"%s\", \"family\": "
-      "\"%s\", \"us\": %.2f, \"copy_us\": %.2f, \"gb_per_s\": %.0f, \"ratio_to_copy\": %.3f%s}\n",
+      "\"%s\", \"plan\": \"%s\", \"us\": %.2f, \"copy_us\": %.2f, \"gb_per_s\": %.0f, \"ratio_to_copy\": %.3f%s}\n",
       name.c_str(), kOpNames[static_cast<int>(p.op)].data(),
       kDTypeNames[static_cast<int>(p.dtype)].data(),
       kLayoutNames[static_cast<int>(p.layout)].data(),
-      kFamilyNames[static_cast<int>(family)].data(), seconds * 1e6, copy_seconds * 1e6,
+      kFamilyNames[static_cast<int>(plan.family)].data(), label, seconds * 1e6, copy_seconds * 1e6,
       bytes / seconds * 1e-9, seconds / copy_seconds,
       error.empty() ? "" : (", \"error\": \"" + error + "\"").c_str());
   std::fflush(stdout);
 }
 
+std::string Label(const Problem& p, const Plan& plan) {
+  if (plan.family != Family::kResident) return "";
+  const cuda::ResidentCut cut = cuda::CutOf(p, plan);
+  return "width " + std::to_string(plan.width) + " threads " + std::to_string(cut.threads) +
+         " team " + std::to_string(cut.team) + " steps " + std::to_string(cut.steps) + " blocks " +
+         std::to_string(cuda::ResidentBlocks(cut));
+}
+
+constexpr size_t kLadder = 12;  // cuts of a problem that are timed
+
+// Cuts of the family "resident" that leave little room unused, evenly chosen.
+void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
+  std::vector<cuda::ResidentCut> cuts, tight;
+  double best = 0;
+  cuda::ForResidentCuts(p, DeviceLimits(), [&](const cuda::ResidentCut& cut) {
+    cuts.push_back(cut);
+    best = std::max(best, cuda::ResidentUse(p, cut));
+  });
+  for (const cuda::ResidentCut& cut : cuts) {
+    if (cuda::ResidentUse(p, cut) >= 0.85 * best && cut.threads % 64 == 0) tight.push_back(cut);
+  }
+  const size_t apart = std::max<size_t>(1, tight.size() / kLadder);
+  for (size_t i = 0; i < tight.size(); i += apart) {
+    const cuda::ResidentCut& cut = tight[i];
+    Plan plan;
+    cuda::PlanResident(p, cut, &plan);
+    plan.workspace_bytes = cuda::ResidentRows(p, cut.team) * p.channels * 8 + 16;
+    TimeOne(name, p, plan, Label(p, plan).c_str(), copy_seconds);
+  }
+}
+
 }  // namespace
 
-int Time(const std::vector<std::string>& arguments) {
+int Time(const std::vector<std::string>& arguments, bool ladder) {
   for (const std::string& argument : arguments) {
     std::vector<std::string> words;
     std::istringstream stream(argument);
@@ -179,8 +210,13 @@ int Time(const std::vector<std::string>& arguments) {
         const double copy_seconds = TimeCopy(CompulsoryBytes(p));
         for (Layout layout : {Layout::kChannelsLast, Layout::kChannelsFirst}) {
           p.layout = layout;
-          for (Family family : {Family::kStreaming, Family::kThreeStage}) {
-            TimeOne(words[0], p, family, copy_seconds);
+          if (ladder) TimeCuts(words[0], p, copy_seconds);
+          for (Family family : {Family::kAuto, Family::kStreaming, Family::kThreeStage}) {
+            if (ladder && family == Family::kThreeStage) continue;
+            Plan plan;
+            if (!MakePlan(p, Platform::kCuda, DeviceLimits(), family, &plan).ok()) continue;
+            if (family == Family::kAuto && plan.family == Family::kStreaming) continue;
+            TimeOne(words[0], p, plan, Label(p, plan).c_str(), copy_seconds);
           }
         }
       }

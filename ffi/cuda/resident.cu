@@ -1,0 +1,76 @@
+// The family "resident": each tensor crosses the memory bus once, in one kernel, after which the
+// partial sums of dscale and dbias are added up. The kernels are in resident_rows.cu (channels last)
+// and resident_runs.cu (channels first).
+#include "families.h"
+#include "resident_kernels.h"
+#include "streaming.h"
+
+namespace jax_gn::cuda {
+namespace {
+
+template <typename... Pointers>
+bool Aligned(Pointers... pointers) {
+  return (... && (reinterpret_cast<uintptr_t>(pointers) % kPackBytes == 0));
+}
+
+// visit(E()) for the family's element types.
+template <typename Visitor>
+Status VisitResident(DType dtype, Visitor&& visit) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return visit(float());
+    case DType::kFloat16:
+      return visit(Half());
+    case DType::kBFloat16:
+      return visit(BFloat16());
+    case DType::kFloat64:
+      break;
+  }
+  return JAX_GN_ERROR(kInternal, "family 'resident' was planned for float64");
+}
+
+Status StreamingPlan(const Problem& problem, Plan* plan) {
+  return MakePlan(problem, Platform::kCuda, DeviceLimits(), Family::kStreaming, plan);
+}
+
+}  // namespace
+
+Status LaunchResidentForward(const Problem& problem, const Plan& plan, const ForwardArgs& args,
+                             cudaStream_t stream) {
+  if (!Aligned(args.x, args.y)) {
+    Plan streaming;
+    JAX_GN_TRY(StreamingPlan(problem, &streaming));
+    return LaunchStreamingForward(problem, streaming, args, stream);
+  }
+  const ResidentCut cut = CutOf(problem, plan);
+  return VisitResident(problem.dtype, [&](auto element) {
+    using E = decltype(element);
+    return cut.rows() ? LaunchResidentTileForward<E>(problem, cut, plan.stages[0], args, stream)
+                      : LaunchResidentRunForward<E>(problem, cut, plan.stages[0], args, stream);
+  });
+}
+
+Status LaunchResidentBackward(const Problem& problem, const Plan& plan, const BackwardArgs& args,
+                              cudaStream_t stream) {
+  if (!Aligned(args.x, args.dy, args.dx)) {
+    Plan streaming;
+    JAX_GN_TRY(StreamingPlan(problem, &streaming));
+    return LaunchStreamingBackward(problem, streaming, args, stream);
+  }
+  const ResidentCut cut = CutOf(problem, plan);
+  const Stage* stage = plan.stages.data();
+  JAX_GN_TRY(VisitResident(problem.dtype, [&](auto element) {
+    using E = decltype(element);
+    return cut.rows() ? LaunchResidentTileBackward<E>(problem, cut, *stage++, args, stream)
+                      : LaunchResidentRunBackward<E>(problem, cut, *stage++, args, stream);
+  }));
+  for (const Param form : {Param::kPerChannel, Param::kPerSample}) {
+    if (problem.scale != form && problem.bias != form) continue;
+    JAX_GN_TRY(LaunchParameterSums<float>(problem, *stage++, args, form,
+                                          ResidentRows(problem, cut.team),
+                                          static_cast<const Pair<float>*>(args.workspace), stream));
+  }
+  return Status();
+}
+
+}  // namespace jax_gn::cuda

@@ -1,0 +1,227 @@
+// What the resident kernels share: asynchronous copies into shared memory, and the exchange of a
+// team's group sums. resident_cut.h says who takes what.
+//
+// A team is a thread block cluster: its blocks run at once, on any GPU state, so that waiting for
+// one another can't deadlock. The order of all sums is fixed.
+#ifndef JAX_GN_CUDA_RESIDENT_H_
+#define JAX_GN_CUDA_RESIDENT_H_
+
+#include "backend.h"
+#include "launch.h"
+#include "resident_cut.h"
+#include "sums.h"
+
+namespace jax_gn::cuda {
+
+// Asynchronous copies are waited for in so many parts, so that work begins with the first.
+inline constexpr int kCopyParts = 4;
+
+__device__ __forceinline__ unsigned SharedAddress(const void* shared) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)),
+               "l"(global)
+               : "memory");
+}
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Ends a part of the copies after every `steps / kCopyParts` steps, and waits for the parts in turn.
+class CopyParts {
+ public:
+  __device__ explicit CopyParts(int steps)
+      : part_((steps + kCopyParts - 1) / kCopyParts), next_(part_) {}
+
+  // After each step's copies.
+  __device__ __forceinline__ void Issued(int step) {
+    if (step + 1 != next_) return;
+    CommitCopies();
+    next_ += part_;
+    ++parts_;
+  }
+  __device__ __forceinline__ void AllIssued() {
+    for (; parts_ < kCopyParts; ++parts_) CommitCopies();
+    next_ = 0;
+    parts_ = 0;
+  }
+  // Before each step's work.
+  __device__ __forceinline__ void Wait(int step) {
+    if (step != next_) return;
+    next_ += part_;
+    switch (parts_++) {
+      case 0:
+        return WaitCopies<3>();
+      case 1:
+        return WaitCopies<2>();
+      case 2:
+        return WaitCopies<1>();
+      default:
+        return WaitCopies<0>();
+    }
+  }
+
+ private:
+  int part_, next_, parts_ = 0;
+};
+
+__device__ __forceinline__ void ClusterArrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void ClusterWait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Writes to the same place in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ void StoreAtRank(const Pair<float>* place, int rank,
+                                            const Pair<float>& pair) {
+#if __CUDA_ARCH__ >= 900
+  unsigned remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(remote)
+               : "r"(SharedAddress(place)), "r"(rank));
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(pair.first),
+               "f"(pair.second)
+               : "memory");
+#endif
+}
+
+// A pair of sums for each group of the slab, added up over the blocks of a team. Each round has its
+// own places: a block may be a round ahead.
+class Team {
+ public:
+  __device__ Team(const ResidentCut& cut, Pair<float>* places)
+      : places_(places), size_(cut.team), groups_(cut.tile_groups) {
+    rank_ = size_ == 1 ? 0 : static_cast<int>(blockIdx.x % static_cast<unsigned>(size_));
+    if (size_ > 1) ClusterArrive();  // this block has begun: others may write to it
+  }
+  __device__ __forceinline__ int rank() const { return rank_; }
+
+  // All threads, once, before the first Put.
+  __device__ __forceinline__ void Begin() const {
+    if (size_ > 1) ClusterWait();
+  }
+  // By all lanes of a warp, which hold the same pair.
+  __device__ __forceinline__ void Put(int round, int group, const Pair<float>& pair) const {
+    const int lane = threadIdx.x % 32;
+    Pair<float>* const place = Place(round, rank_, group);
+    if (size_ == 1) {
+      if (lane == 0) *place = pair;
+    } else if (lane < size_) {
+      StoreAtRank(place, lane, pair);
+    }
+  }
+  // All threads: after it, Total sees what all blocks have put.
+  __device__ __forceinline__ void Exchange() const {
+    if (size_ == 1) {
+      __syncthreads();
+    } else {
+      ClusterArrive();
+      ClusterWait();
+    }
+  }
+  __device__ __forceinline__ Pair<float> Total(int round, int group) const {
+    Pair<float> sum = {0, 0};
+    for (int rank = 0; rank < size_; ++rank) {
+      const Pair<float> pair = *Place(round, rank, group);
+      sum.first += pair.first;
+      sum.second += pair.second;
+    }
+    return sum;
+  }
+
+ private:
+  __device__ __forceinline__ Pair<float>* Place(int round, int rank, int group) const {
+    return places_ + (round * size_ + rank) * groups_ + group;
+  }
+
+  Pair<float>* places_;  // [2 rounds][team][groups]
+  int size_, groups_, rank_;
+};
+
+__device__ __forceinline__ Pair<float> WarpSum(Pair<float> pair, int lanes = 32) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    pair.first += __shfl_xor_sync(0xffffffffu, pair.first, offset);
+    pair.second += __shfl_xor_sync(0xffffffffu, pair.second, offset);
+  }
+  return pair;
+}
+
+// What x is normalised by: mean is mean_high + mean_low.
+struct GroupNumbers {
+  float mean_high, mean_low, rstd;
+  float unused;
+};
+
+// Statistics are sums of deviations from a shift, divided by the number of elements as they are
+// added (a sum of values could overflow), and of their squares. The variance is the difference of
+// two numbers then: where it is so much smaller that float32 feels it (the shift was an outlier),
+// the sums are taken again about the mean; the data is at hand.
+struct ShiftedSums {
+  float shift, share;  // share: 1 / elements
+
+  __device__ __forceinline__ void Add(float value, Pair<float>& sums) const {
+    const float deviation = value - shift;
+    sums.first = fmaf(deviation, share, sums.first);
+    sums.second = fmaf(deviation, deviation, sums.second);
+  }
+};
+inline constexpr float kWorstShift = 16;  // squared, in standard deviations
+
+// The group's results from those sums. Returns whether the shift was good enough. In float32: the
+// double's division and root would take longer than the exchange.
+__device__ __forceinline__ bool FinishGroup(const Pair<float>& sums, const ShiftedSums& shifted,
+                                            float epsilon, GroupNumbers* numbers) {
+  const float variance = fmaf(-sums.first, sums.first, sums.second * shifted.share);
+  const float mean = shifted.shift + sums.first;
+  const float part = mean - shifted.shift;  // with the rounding that is left, as two sums
+  numbers->mean_high = mean;
+  numbers->mean_low = (shifted.shift - (mean - part)) + (sums.first - part);
+  numbers->rstd = 1.0f / sqrtf((variance < 0 ? 0 : variance) + epsilon);  // NaN stays NaN
+  return !(sums.first * sums.first > kWorstShift * variance);
+}
+
+// Launches `kernel` with teams as clusters.
+template <typename... Parameters, typename... Arguments>
+Status LaunchResident(void (*kernel)(Parameters...), const char* name, const ResidentCut& cut,
+                      const Stage& stage, cudaStream_t stream, Arguments... arguments) {
+  const auto check = [name](cudaError_t error) {
+    return ToStatus(error, name, __FILE_NAME__, __LINE__);
+  };
+  // Always the device's most: the attribute belongs to the kernel, and another thread may launch it
+  // with more than this call needs.
+  DeviceLimits limits;
+  JAX_GN_TRY(CurrentLimits(&limits));
+  JAX_GN_TRY(check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(limits.shared_memory_per_block))));
+  if (cut.team > 8) {
+    JAX_GN_TRY(check(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = Grid(stage);
+  config.blockDim = dim3(static_cast<unsigned>(stage.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(stage.shared_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(cut.team);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = cut.team > 1 ? 1 : 0;
+  return check(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+}  // namespace jax_gn::cuda
+
+#endif  // JAX_GN_CUDA_RESIDENT_H_

@@ -1,0 +1,184 @@
+// How the resident kernels cut a problem: host arithmetic, from the problem alone.
+//
+// A slab is what shares statistics, or more of it: of one sample, a tile of channels (whole groups,
+// channels last) or a group (channels first). A team of up to 16 blocks, one thread block cluster,
+// holds a slab in its shared memory from the first read to the last write, so that each tensor
+// crosses the memory bus once. A thread reads, waits for and works on packs of its own: `steps` of
+// them, x's and in the backward pass dy's too.
+#ifndef JAX_GN_CUDA_RESIDENT_CUT_H_
+#define JAX_GN_CUDA_RESIDENT_CUT_H_
+
+#include <numeric>
+
+#include "../plan.h"
+#include "cut.h"
+
+namespace jax_gn::cuda {
+
+inline constexpr int kMaxTeam = 16;  // blocks of a cluster on sm_90; more than 8 by its own leave
+inline constexpr int kResidentThreads = 512;  // most of a block
+// Shared memory of a multiprocessor, and what each block costs beside its own: H200.
+inline constexpr int64_t kSharedPerProcessor = 228 << 10, kSharedPerBlockExtra = 1 << 10;
+
+struct ResidentCut {
+  int64_t n, spatial, channels, groups, group_size;
+  int team, threads, steps;
+  int tile_packs, lines;  // channels last: threads side by side, threads below each other
+  int lanes, segments;    // channels first: threads at a segment, segments of a channel
+  int items;              // channels first: segments that a thread visits in turn
+  int segment_packs;      // channels first
+  int tile_groups, slots; // groups of a tile; most groups that meet a pack
+  int64_t shared_bytes;
+  float share;  // 1 / elements of a group
+
+  JAX_GN_HOST_DEVICE constexpr bool rows() const { return tile_packs > 0; }
+  constexpr bool valid() const { return threads > 0; }
+};
+
+inline int64_t ResidentPack(const Problem& problem) { return kPackBytes / SizeOf(problem.dtype); }
+
+// Bytes that a thread's packs take, and what the block needs beside them (resident_rows.cu,
+// resident_runs.cu: their Shared).
+inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cut) {
+  const bool forward = problem.op == Op::kForward;
+  const int64_t packs = static_cast<int64_t>(cut.steps) * cut.threads * (forward ? 1 : 2);
+  const int64_t exchange = 2 * static_cast<int64_t>(cut.team) * cut.tile_groups * 8;
+  const int64_t results = AlignUp(cut.tile_groups * 16, kPackBytes);
+  int64_t scratch;
+  if (!cut.rows()) {
+    scratch = forward ? 32 * 8 : cut.items * (cut.threads / cut.lanes) * 8;
+  } else if (forward) {
+    scratch = 2 * static_cast<int64_t>(cut.slots) * cut.threads * 4;
+  } else {
+    const int64_t pack = ResidentPack(problem);
+    scratch = 2 * pack * (cut.threads + 1) * 4 + 2 * cut.tile_packs * pack * 4;
+  }
+  return packs * kPackBytes + AlignUp(exchange, kPackBytes) + results +
+         AlignUp(scratch, kPackBytes);
+}
+
+// Blocks of a multiprocessor, by their shared memory and threads.
+inline int64_t ResidentBlocks(const ResidentCut& cut) {
+  return std::min<int64_t>(kSharedPerProcessor / (cut.shared_bytes + kSharedPerBlockExtra),
+                           1024 / cut.threads);
+}
+
+inline ResidentCut ResidentBase(const Problem& problem, int team) {
+  ResidentCut cut = {};
+  cut.n = problem.n;
+  cut.spatial = problem.spatial;
+  cut.channels = problem.channels;
+  cut.groups = problem.groups;
+  cut.group_size = problem.group_size();
+  cut.team = team;
+  cut.share = static_cast<float>(1.0 / static_cast<double>(problem.group_elements()));
+  return cut;
+}
+
+// Channels last: a tile of `tile_packs`, `lines` threads below each other. Not valid() if the
+// problem can't be cut so.
+inline ResidentCut CutTiles(const Problem& problem, int64_t tile_packs, int lines, int team) {
+  const int64_t pack = ResidentPack(problem);
+  const int64_t tile = tile_packs * pack;
+  ResidentCut cut = ResidentBase(problem, team);
+  if (problem.channels % tile != 0 || tile % cut.group_size != 0) return {};
+  if (tile_packs * lines > kResidentThreads || tile_packs * lines % 32 != 0) return {};
+  cut.tile_packs = static_cast<int>(tile_packs);
+  cut.lines = lines;
+  cut.threads = cut.tile_packs * lines;
+  cut.steps = static_cast<int>(CeilDiv(problem.spatial, static_cast<int64_t>(lines) * team));
+  cut.tile_groups = static_cast<int>(tile / cut.group_size);
+  cut.slots = static_cast<int>(cut.group_size % pack == 0   ? 1
+                               : pack % cut.group_size == 0 ? pack / cut.group_size
+                                                            : (pack - 2) / cut.group_size + 2);
+  cut.shared_bytes = ResidentSharedBytes(problem, cut);
+  return cut;
+}
+
+// Channels first: `warps` a block, `lanes` threads at a segment of a channel.
+inline ResidentCut CutSegments(const Problem& problem, int lanes, int warps, int team) {
+  const int64_t pack = ResidentPack(problem);
+  ResidentCut cut = ResidentBase(problem, team);
+  // Packs that a channel meets, wherever it begins.
+  const int64_t packs =
+      problem.spatial % pack == 0 ? problem.spatial / pack : CeilDiv(problem.spatial - 1, pack) + 1;
+  cut.threads = warps * 32;
+  cut.lanes = lanes;
+  const int64_t owners = static_cast<int64_t>(team) * cut.threads / lanes;
+  const int64_t segments = std::clamp<int64_t>(owners / cut.group_size, 1, CeilDiv(packs, lanes));
+  cut.segments = static_cast<int>(segments);
+  cut.segment_packs = static_cast<int>(CeilDiv(packs, segments));
+  cut.items = static_cast<int>(CeilDiv(cut.group_size * segments, owners));
+  cut.steps = static_cast<int>(cut.items * CeilDiv(cut.segment_packs, lanes));
+  cut.tile_groups = 1;
+  cut.shared_bytes = ResidentSharedBytes(problem, cut);
+  return cut;
+}
+
+// The cut that a plan of the family names.
+inline ResidentCut CutOf(const Problem& problem, const Plan& plan) {
+  const int width = static_cast<int>(plan.width), team = static_cast<int>(plan.blocks);
+  const int threads = plan.stages[0].threads;
+  return problem.layout == Layout::kChannelsLast
+             ? CutTiles(problem, width, threads / width, team)
+             : CutSegments(problem, width, threads / 32, team);
+}
+
+// Rows of dscale's and dbias's partial sums.
+inline int64_t ResidentRows(const Problem& problem, int64_t team) {
+  return problem.op == Op::kBackward && HasParam(problem) ? problem.n * team : 0;
+}
+
+// Packs that hold data, of those that the blocks of a team have room for.
+inline double ResidentUse(const Problem& problem, const ResidentCut& cut) {
+  const double slab = static_cast<double>(problem.spatial) *
+                      static_cast<double>(cut.rows() ? cut.tile_packs * ResidentPack(problem)
+                                                     : cut.group_size) /
+                      static_cast<double>(ResidentPack(problem));
+  return slab / (static_cast<double>(cut.steps) * cut.threads * cut.team);
+}
+
+inline bool Fits(const ResidentCut& cut, const DeviceLimits& device) {
+  return cut.shared_bytes <= device.shared_memory_per_block && device.capability >= 80 &&
+         (cut.team == 1 || device.capability >= 90);
+}
+
+// Calls visit(cut) for the cuts worth a look, in a fixed order: none if the problem doesn't fit.
+template <typename Visit>
+void ForResidentCuts(const Problem& problem, const DeviceLimits& device, Visit visit) {
+  const int64_t pack = ResidentPack(problem);
+  if (problem.dtype == DType::kFloat64 || problem.spatial < 2) return;
+  const auto offer = [&](const ResidentCut& cut) {
+    if (cut.valid() && Fits(cut, device)) visit(cut);
+  };
+  if (problem.layout == Layout::kChannelsFirst) {
+    for (int team = 1; team <= kMaxTeam; team *= 2) {
+      for (int warps = 4; warps <= kResidentThreads / 32; ++warps) {
+        for (int lanes = 8; lanes <= 32; lanes *= 2) offer(CutSegments(problem, lanes, warps, team));
+      }
+    }
+    return;
+  }
+  // Whole groups, whole 32-byte sectors.
+  const int64_t least = std::lcm(std::lcm(problem.group_size(), pack), 32 / SizeOf(problem.dtype));
+  if (problem.channels % pack != 0) return;
+  for (int64_t tile = least; tile <= problem.channels; tile += least) {
+    const int64_t tile_packs = tile / pack;
+    if (problem.channels % tile != 0 || tile_packs > kResidentThreads) continue;
+    if (tile_packs * kPackBytes < 128 && tile < problem.channels) continue;
+    for (int lines = 1; lines * tile_packs <= kResidentThreads; ++lines) {
+      if (lines * tile_packs % 32 != 0 || lines * tile_packs < 128) continue;
+      for (int team = 1; team <= kMaxTeam; team *= 2) {
+        offer(CutTiles(problem, tile_packs, lines, team));
+      }
+    }
+  }
+}
+
+// The plan with that cut (plan_cuda.cc). ForResidentCuts names the cuts there are, for harness and
+// planner.
+void PlanResident(const Problem& problem, const ResidentCut& cut, Plan* plan);
+
+}  // namespace jax_gn::cuda
+
+#endif  // JAX_GN_CUDA_RESIDENT_CUT_H_
