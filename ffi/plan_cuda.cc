@@ -180,8 +180,9 @@ void PlanResident(const Problem& problem, const ResidentCut& cut, Plan* plan) {
     plan->width = cut.lanes;
     plan->tile_channels = cut.group_size;
     plan->block_extent = CeilDiv(problem.group_elements(), cut.team);
-    plan->AddStage({forward ? "resident_run_forward" : "resident_run_backward", slabs * cut.team,
-                    cut.threads, cut.shared_bytes});
+    plan->block_slabs = cut.threads / cut.slab_threads;
+    plan->AddStage({forward ? "resident_run_forward" : "resident_run_backward",
+                    CeilDiv(slabs, plan->block_slabs) * cut.team, cut.threads, cut.shared_bytes});
   }
   AddParameterSums(problem, ResidentRows(problem, cut.team), plan);
 }

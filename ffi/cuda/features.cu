@@ -24,25 +24,30 @@ __device__ __forceinline__ int RowsFrom(const RowCut& cut, const RowBlock& block
   return rows;
 }
 
-// mean and m2 of the group, a thread holding some of its numbers; centred on the exact mean.
-template <int kSize, typename T>
-__device__ __forceinline__ Moments GroupMoments(const RowCut& cut, const T (&x)[kSize]) {
-  const T shift = __shfl_sync(0xffffffffu, x[0], 0, cut.warp_lanes);
-  T sum = 0, m2 = 0;
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) sum += (x[i] - shift) / static_cast<T>(kSize);
-  const double mean = LaneSum(sum, cut.warp_lanes) / cut.warp_lanes;
-  const T centre = static_cast<T>(mean);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) m2 += (x[i] - shift - centre) * (x[i] - shift - centre);
-  return {shift + mean, LaneSum(m2, cut.warp_lanes)};
-}
+// scale and bias of a thread's channels: read once, unless they are the samples'.
+template <typename E, typename T = Accumulator<E>>
+struct FeatureParameters {
+  static constexpr int kSize = kRowPack<E>;
+  T scale[kSize], bias[kSize];
+  bool per_sample;
+
+  __device__ FeatureParameters(const Parameter& scale_in, const Parameter& bias_in,
+                               const RowThread& thread)
+      : per_sample(scale_in.sample_stride != 0 || bias_in.sample_stride != 0) {
+    Load(scale_in, bias_in, thread, 0);
+  }
+  __device__ __forceinline__ void Load(const Parameter& scale_in, const Parameter& bias_in,
+                                       const RowThread& thread, int64_t n) {
+    scale_in.Load(n, thread.channel, thread.channels, T(1), scale);
+    bias_in.Load(n, thread.channel, thread.channels, T(0), bias);
+  }
+};
 
 template <typename E>
 __global__ void __launch_bounds__(kThreads)
     FeatureForwardKernel(RowCut cut, const E* x, Parameter scale, Parameter bias,
-                         Activation activation, double epsilon, E* y, Accumulator<E>* mean,
-                         Accumulator<E>* rstd) {
+                         Activation activation, Accumulator<E> epsilon, E* y,
+                         Accumulator<E>* mean, Accumulator<E>* rstd) {
   using T = Accumulator<E>;
   constexpr int kSize = kRowPack<E>;
   const RowBlock block(cut, blockIdx.x);
@@ -50,6 +55,8 @@ __global__ void __launch_bounds__(kThreads)
   const bool whole_x = WholePacks<kSize>(cut, x), whole_y = WholePacks<kSize>(cut, y);
   const bool leads = thread.channels > 0 && thread.pack % cut.warp_lanes == 0;
   const int64_t stride = cut.batch * cut.channels, group = thread.channel / cut.group_size;
+  const T share = T(1) / static_cast<T>(cut.group_size);
+  FeatureParameters<E> parameters(scale, bias, thread);
   // All threads of a warp take all steps: the sums need them.
   for (int64_t first = block.first_sample; first < block.end_sample;
        first += kRows<E> * cut.batch) {
@@ -60,50 +67,34 @@ __global__ void __launch_bounds__(kThreads)
     LoadRows(x + at, stride, rows, thread.channels, whole_x, packs);
 #pragma unroll
     for (int u = 0; u < kRows<E>; ++u) {
-      T z[kSize];
+      // Two passes over the group's numbers: exact. `shift` is one of them; shares are added, as a
+      // sum of values could overflow.
+      T z[kSize], sum = 0, m2 = 0;
       ToNumbers(packs[u], z);
-      const Moments moments = GroupMoments(cut, z);
-      if (u >= rows) continue;
-      const int64_t sample = n + u * cut.batch;
-      const GroupResult<T> result(moments.mean, moments.m2, cut.group_size, epsilon);
-      if (leads) {
-        mean[sample * cut.groups + group] = result.mean;
-        rstd[sample * cut.groups + group] = result.rstd;
-      }
-      T scales[kSize], biases[kSize];
-      scale.Load(sample, thread.channel, thread.channels, T(1), scales);
-      bias.Load(sample, thread.channel, thread.channels, T(0), biases);
+      const T shift = __shfl_sync(0xffffffffu, z[0], 0, cut.warp_lanes);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) sum += (z[i] - shift) * share;
+      const TwoSum<T> centre(shift, WarpSum(sum, cut.warp_lanes));
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        const T slope = result.rstd * scales[i];
-        z[i] = (z[i] - result.mean) * slope + (biases[i] - result.mean_low * slope);
+        z[i] = (z[i] - centre.sum) - centre.rest;
+        m2 += z[i] * z[i];
+      }
+      const T inverse = T(1) / sqrt(WarpSum(m2, cut.warp_lanes) * share + epsilon);
+      if (u >= rows) continue;
+      const int64_t sample = n + u * cut.batch;
+      if (leads) {
+        mean[sample * cut.groups + group] = centre.sum;
+        rstd[sample * cut.groups + group] = inverse;
+      }
+      if (parameters.per_sample) parameters.Load(scale, bias, thread, sample);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        z[i] = z[i] * (inverse * parameters.scale[i]) + parameters.bias[i];
       }
       ActivateAll(activation, z);
       StoreRow(y + at + u * stride, ToPack<E>(z), thread.channels, whole_y);
     }
-  }
-}
-
-// A thread's share of one sample: dz becomes dx.
-template <typename E, typename T = Accumulator<E>>
-__device__ __forceinline__ void GroupGradient(const RowCut& cut,
-                                              const RowCoefficients<E>& coefficients,
-                                              const T (&xhat)[kRowPack<E>], T (&dz)[kRowPack<E>]) {
-  constexpr int kSize = kRowPack<E>;
-  Pair<double> sum = {0, 0};
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    const T scaled = Rounded(coefficients.scale[i], dz[i]);
-    sum.first += scaled;
-    sum.second += static_cast<double>(scaled) * xhat[i];
-  }
-  sum = LaneSum(sum, cut.warp_lanes);
-  const double quotient = 1.0 / static_cast<double>(cut.group_size);
-  const Pair<T> means = {static_cast<T>(sum.first * quotient),
-                         static_cast<T>(sum.second * quotient)};
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    dz[i] = GradientOf(coefficients.scale[i], dz[i], xhat[i], coefficients.rstd[i], means);
   }
 }
 
@@ -119,7 +110,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const RowThread thread = RowThread::Here<kSize>(cut, block);
   const bool whole_x = WholePacks<kSize>(cut, in.x), whole_dy = WholePacks<kSize>(cut, in.dy);
   const bool whole_dx = WholePacks<kSize>(cut, dx);
-  const int64_t stride = cut.batch * cut.channels;
+  const int64_t stride = cut.batch * cut.channels, group = thread.channel / cut.group_size;
+  const T share = T(1) / static_cast<T>(cut.group_size);
+  FeatureParameters<E> parameters(in.scale, in.bias, thread);
   Pair<T> sums[kSize] = {};
   for (int64_t first = block.first_sample; first < block.end_sample;
        first += kRows<E> * cut.batch) {
@@ -131,24 +124,40 @@ __global__ void __launch_bounds__(kThreads, 2)
     LoadRows(in.dy + at, stride, rows, thread.channels, whole_dy, dy_packs);
 #pragma unroll
     for (int u = 0; u < kRows<E>; ++u) {
-      RowCoefficients<E> coefficients;
-      T x[kSize] = {}, dz[kSize] = {};
       const int64_t sample = n + u * cut.batch;
+      T xhat[kSize], z[kSize], dz[kSize], rstd = 0, mean = 0;
+      ToNumbers(x_packs[u], xhat);
+      ToNumbers(dy_packs[u], dz);
       if (u < rows) {
-        coefficients.Load(cut, thread, sample, in);
-        ToNumbers(x_packs[u], x);
-        ToNumbers(dy_packs[u], dz);
-        coefficients.Differentiate(in.activation, x, dz);
+        mean = in.mean[sample * cut.groups + group];
+        rstd = in.rstd[sample * cut.groups + group];
+        if (parameters.per_sample) parameters.Load(in.scale, in.bias, thread, sample);
       }
+      Pair<T> total = {0, 0};
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        const Pair<T> product = {dz[i], dz[i] * x[i]};
-        sums[i] = {sums[i].first + product.first, sums[i].second + product.second};
-        if (per_sample && channel_rows != nullptr && u < rows && i < thread.channels) {
-          channel_rows[sample * cut.channels + thread.channel + i] = product;
-        }
+        xhat[i] = (xhat[i] - mean) * rstd;
+        z[i] = xhat[i] * parameters.scale[i] + parameters.bias[i];
       }
-      GroupGradient<E>(cut, coefficients, x, dz);
+      ActivateBackwardAll(in.activation, z, dz);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const Pair<T> product = {dz[i], dz[i] * xhat[i]};
+        if (u < rows) {
+          sums[i] = {sums[i].first + product.first, sums[i].second + product.second};
+          if (per_sample && channel_rows != nullptr && i < thread.channels) {
+            channel_rows[sample * cut.channels + thread.channel + i] = product;
+          }
+        }
+        total.first += parameters.scale[i] * product.first;
+        total.second += parameters.scale[i] * product.second;
+      }
+      total = WarpSum(total, cut.warp_lanes);
+      const Pair<T> means = {total.first * share, total.second * share};
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        dz[i] = GradientOf(parameters.scale[i], dz[i], xhat[i], rstd, means);
+      }
       if (u < rows) StoreRow(dx + at + u * stride, ToPack<E>(dz), thread.channels, whole_dx);
     }
   }
@@ -167,8 +176,8 @@ Status LaunchFeatureForward(const Problem& problem, const RowCut& cut, const Sta
   using T = Accumulator<E>;
   FeatureForwardKernel<E><<<Grid(stage), stage.threads, 0, stream>>>(
       cut, static_cast<const E*>(args.x), ScaleOf(problem, args), BiasOf(problem, args),
-      problem.activation, args.epsilon, static_cast<E*>(args.y), static_cast<T*>(args.mean),
-      static_cast<T*>(args.rstd));
+      problem.activation, static_cast<T>(args.epsilon), static_cast<E*>(args.y),
+      static_cast<T*>(args.mean), static_cast<T*>(args.rstd));
   return JAX_GN_LAUNCHED("FeatureForwardKernel");
 }
 

@@ -18,14 +18,22 @@
 
 namespace jax_gn::internal {
 
-// Two special functions: exp and the reciprocal, each within 2 ULP. Infinity has the reciprocal 0.
+// Five instructions: exp and the reciprocal are special functions, each within 2 ULP (exp of a small
+// argument: |z| / 2 ULP more). Denormals are taken for 0, infinity has the reciprocal 0.
+template <>
+JAX_GN_HOST_DEVICE SigmoidPair<float> SigmoidAndRest(float z) {
+#if defined(__CUDA_ARCH__)
+  float e, s;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
+#else
+  const float e = std::exp(-z), s = 1.0f / (1.0f + e);
+#endif
+  return {s, e * s};
+}
 template <>
 JAX_GN_HOST_DEVICE float Sigmoid(float z) {
-#if defined(__CUDA_ARCH__)
-  return __fdividef(1.0f, 1.0f + __expf(-z));
-#else
-  return 1.0f / (1.0f + std::exp(-z));
-#endif
+  return SigmoidAndRest(z).s;
 }
 
 }  // namespace jax_gn::internal
@@ -85,8 +93,19 @@ __device__ __forceinline__ void StorePart(E* to, const Pack<E, kSize>& pack, int
 
 template <typename E, int kSize, typename T>
 __device__ __forceinline__ void ToNumbers(const Pack<E, kSize>& pack, T (&numbers)[kSize]) {
+  if constexpr (std::is_same_v<E, BFloat16>) {
+    // From words: one instruction each, where halves of words would take two.
+    unsigned words[kSize / 2];
+    memcpy(words, &pack, sizeof(words));
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) numbers[i] = ToNumber(pack.values[i]);
+    for (int i = 0; i < kSize; i += 2) {
+      numbers[i] = __uint_as_float(words[i / 2] << 16);
+      numbers[i + 1] = __uint_as_float(words[i / 2] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) numbers[i] = ToNumber(pack.values[i]);
+  }
 }
 
 template <typename E, int kSize, typename T>
@@ -146,6 +165,19 @@ struct Parameter {
   template <typename E, int kCount, typename T>
   __device__ __forceinline__ void LoadAs(int64_t first, int count, T (&numbers)[kCount]) const {
     const E* from = static_cast<const E*>(data) + first;
+    constexpr int kBytes = kCount * static_cast<int>(sizeof(E));
+    if constexpr (kBytes % kPackBytes == 0) {
+      if (count == kCount && reinterpret_cast<uintptr_t>(from) % kPackBytes == 0) {
+        constexpr int kSize = kPackSize<E>;
+#pragma unroll
+        for (int i = 0; i < kCount; i += kSize) {
+          const Pack<E> pack = LoadPack<E>(from + i);
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) numbers[i + j] = static_cast<T>(ToNumber(pack.values[j]));
+        }
+        return;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if (i < count) numbers[i] = static_cast<T>(ToNumber(from[i]));
@@ -171,48 +203,45 @@ __device__ __forceinline__ void StoreAs(DType dtype, void* to, int64_t index, do
   }
 }
 
-// The activation is an argument of the kernels: one uniform branch a pack, a fifth of the code.
+// The activation is an argument of the kernels, a fifth of the instantiations: a uniform branch
+// before a loop, or for each pack. Calls f(tag), tag() a constant.
+template <Activation kActivation>
+struct ActivationTag {
+  __device__ constexpr Activation operator()() const { return kActivation; }
+};
+template <typename F>
+__device__ __forceinline__ void WithActivation(Activation activation, F f) {
+  switch (activation) {
+    case Activation::kNone:
+      return f(ActivationTag<Activation::kNone>());
+    case Activation::kSilu:
+      return f(ActivationTag<Activation::kSilu>());
+    case Activation::kRelu:
+      return f(ActivationTag<Activation::kRelu>());
+    case Activation::kGelu:
+      return f(ActivationTag<Activation::kGelu>());
+    case Activation::kLeakyRelu:
+      return f(ActivationTag<Activation::kLeakyRelu>());
+  }
+}
+
 // y of z, in place.
 template <int kCount, typename T>
 __device__ __forceinline__ void ActivateAll(Activation activation, T (&z)[kCount]) {
-  const auto all = [&z](auto formula) {
+  WithActivation(activation, [&z](auto tag) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) z[i] = formula(z[i]);
-  };
-  switch (activation) {
-    case Activation::kNone:
-      return;
-    case Activation::kSilu:
-      return all([](T v) { return Activate<Activation::kSilu>(v); });
-    case Activation::kRelu:
-      return all([](T v) { return Activate<Activation::kRelu>(v); });
-    case Activation::kGelu:
-      return all([](T v) { return Activate<Activation::kGelu>(v); });
-    case Activation::kLeakyRelu:
-      return all([](T v) { return Activate<Activation::kLeakyRelu>(v); });
-  }
+    for (int i = 0; i < kCount; ++i) z[i] = Activate<tag()>(z[i]);
+  });
 }
 
 // dz of dy, in place.
 template <int kCount, typename T>
 __device__ __forceinline__ void ActivateBackwardAll(Activation activation, const T (&z)[kCount],
                                                     T (&dy)[kCount]) {
-  const auto all = [&z, &dy](auto formula) {
+  WithActivation(activation, [&z, &dy](auto tag) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) dy[i] = formula(dy[i], z[i]);
-  };
-  switch (activation) {
-    case Activation::kNone:
-      return;
-    case Activation::kSilu:
-      return all([](T d, T v) { return ActivationBackward<Activation::kSilu>(d, v); });
-    case Activation::kRelu:
-      return all([](T d, T v) { return ActivationBackward<Activation::kRelu>(d, v); });
-    case Activation::kGelu:
-      return all([](T d, T v) { return ActivationBackward<Activation::kGelu>(d, v); });
-    case Activation::kLeakyRelu:
-      return all([](T d, T v) { return ActivationBackward<Activation::kLeakyRelu>(d, v); });
-  }
+    for (int i = 0; i < kCount; ++i) dy[i] = ActivationBackward<tag()>(dy[i], z[i]);
+  });
 }
 
 }  // namespace jax_gn::cuda

@@ -6,6 +6,8 @@
 #ifndef JAX_GN_CUDA_RESIDENT_H_
 #define JAX_GN_CUDA_RESIDENT_H_
 
+#include <cmath>
+
 #include "backend.h"
 #include "launch.h"
 #include "resident_cut.h"
@@ -20,10 +22,8 @@ __device__ __forceinline__ unsigned SharedAddress(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-__device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)),
-               "l"(global)
-               : "memory");
+__device__ __forceinline__ void CopyAsync(unsigned shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -33,7 +33,8 @@ __device__ __forceinline__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Ends a part of the copies after every `steps / kCopyParts` steps, and waits for the parts in turn.
+// Commits the copies of `steps` steps in parts, and waits for the parts in turn. A thread may have
+// none in some steps.
 class CopyParts {
  public:
   __device__ explicit CopyParts(int steps)
@@ -41,33 +42,47 @@ class CopyParts {
 
   // After each step's copies.
   __device__ __forceinline__ void Issued(int step) {
-    if (step + 1 != next_) return;
-    CommitCopies();
-    next_ += part_;
-    ++parts_;
+    if (step + 1 == next_) Commit();
+  }
+  // After those of all steps before `steps`.
+  __device__ __forceinline__ void IssuedUpTo(int steps) {
+    while (next_ <= steps) Commit();
   }
   __device__ __forceinline__ void AllIssued() {
-    for (; parts_ < kCopyParts; ++parts_) CommitCopies();
-    next_ = 0;
-    parts_ = 0;
+    while (parts_ < kCopyParts) Commit();
+    next_ = parts_ = 0;
   }
   // Before each step's work.
   __device__ __forceinline__ void Wait(int step) {
-    if (step != next_) return;
-    next_ += part_;
-    switch (parts_++) {
-      case 0:
-        return WaitCopies<3>();
-      case 1:
-        return WaitCopies<2>();
-      case 2:
-        return WaitCopies<1>();
-      default:
-        return WaitCopies<0>();
+    if (step >= next_) WaitUpTo(step + 1);
+  }
+  // For the copies of all steps before `steps`.
+  __device__ __forceinline__ void WaitUpTo(int steps) {
+    while (next_ < steps) {
+      next_ += part_;
+      switch (parts_++) {
+        case 0:
+          WaitCopies<3>();
+          break;
+        case 1:
+          WaitCopies<2>();
+          break;
+        case 2:
+          WaitCopies<1>();
+          break;
+        default:
+          WaitCopies<0>();
+      }
     }
   }
 
  private:
+  __device__ __forceinline__ void Commit() {
+    CommitCopies();
+    next_ += part_;
+    ++parts_;
+  }
+
   int part_, next_, parts_ = 0;
 };
 
@@ -149,14 +164,6 @@ class Team {
   int size_, groups_, rank_;
 };
 
-__device__ __forceinline__ Pair<float> WarpSum(Pair<float> pair, int lanes = 32) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    pair.first += __shfl_xor_sync(0xffffffffu, pair.first, offset);
-    pair.second += __shfl_xor_sync(0xffffffffu, pair.second, offset);
-  }
-  return pair;
-}
-
 // What x is normalised by: mean is mean_high + mean_low.
 struct GroupNumbers {
   float mean_high, mean_low, rstd;
@@ -177,18 +184,49 @@ struct ShiftedSums {
   }
 };
 inline constexpr float kWorstShift = 16;  // squared, in standard deviations
+inline constexpr float kInfinity = HUGE_VALF;
 
 // The group's results from those sums. Returns whether the shift was good enough. In float32: the
 // double's division and root would take longer than the exchange.
 __device__ __forceinline__ bool FinishGroup(const Pair<float>& sums, const ShiftedSums& shifted,
                                             float epsilon, GroupNumbers* numbers) {
-  const float variance = fmaf(-sums.first, sums.first, sums.second * shifted.share);
-  const float mean = shifted.shift + sums.first;
-  const float part = mean - shifted.shift;  // with the rounding that is left, as two sums
-  numbers->mean_high = mean;
-  numbers->mean_low = (shifted.shift - (mean - part)) + (sums.first - part);
+  float variance = sums.second * shifted.share;
+  if (variance < kInfinity) variance = fmaf(-sums.first, sums.first, variance);
+  const TwoSum<float> mean(shifted.shift, sums.first);
+  numbers->mean_high = mean.sum;
+  numbers->mean_low = mean.rest;
   numbers->rstd = 1.0f / sqrtf((variance < 0 ? 0 : variance) + epsilon);  // NaN stays NaN
   return !(sums.first * sums.first > kWorstShift * variance);
+}
+
+// z of x, for one channel. 16-bit elements take one instruction: what rounding leaves when the mean
+// is large, a deviation in float32 relative to the mean, is far below their own.
+template <typename E>
+struct Normaliser {
+  float centre, slope, offset;
+
+  Normaliser() = default;
+  __device__ __forceinline__ Normaliser(const GroupNumbers& numbers, float scale, float bias)
+      : centre(numbers.mean_high), slope(numbers.rstd * scale),
+        offset(bias - numbers.mean_low * slope) {
+    if constexpr (sizeof(E) == 2) offset -= centre * slope;
+  }
+  __device__ __forceinline__ float operator()(float x) const {
+    if constexpr (sizeof(E) == 2) return fmaf(x, slope, offset);
+    return (x - centre) * slope + offset;
+  }
+};
+
+// dz from dy. silu's derivative for 16-bit elements takes 1 - s as it comes, off by less than
+// 1e-7 |z| of 1: an instruction less, and no bound on z.
+template <typename E, Activation kActivation>
+__device__ __forceinline__ float FastBackward(float dy, float z) {
+  if constexpr (sizeof(E) == 2 && kActivation == Activation::kSilu) {
+    const float s = internal::Sigmoid(z);
+    return dy * fmaf(s * z, 1 - s, s);
+  } else {
+    return ActivationBackward<kActivation>(dy, z);
+  }
 }
 
 // Launches `kernel` with teams as clusters.

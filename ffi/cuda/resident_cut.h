@@ -23,15 +23,17 @@ inline constexpr int64_t kSharedPerProcessor = 228 << 10, kSharedPerBlockExtra =
 struct ResidentCut {
   int64_t n, spatial, channels, groups, group_size;
   int team, threads, steps;
+  int slab_threads;       // of a block's threads, those at one slab: all, or a warp alone
   int tile_packs, lines;  // channels last: threads side by side, threads below each other
   int lanes, segments;    // channels first: threads at a segment, segments of a channel
   int items;              // channels first: segments that a thread visits in turn
-  int segment_packs;      // channels first
+  int segment_packs;      // channels first: of a segment
   int tile_groups, slots; // groups of a tile; most groups that meet a pack
   int64_t shared_bytes;
   float share;  // 1 / elements of a group
 
   JAX_GN_HOST_DEVICE constexpr bool rows() const { return tile_packs > 0; }
+  JAX_GN_HOST_DEVICE constexpr bool solo() const { return slab_threads < threads; }
   constexpr bool valid() const { return threads > 0; }
 };
 
@@ -46,7 +48,7 @@ inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cu
   const int64_t results = AlignUp(cut.tile_groups * 16, kPackBytes);
   int64_t scratch;
   if (!cut.rows()) {
-    scratch = forward ? 32 * 8 : cut.items * (cut.threads / cut.lanes) * 8;
+    scratch = (kResidentThreads / 32 + (forward ? 0 : cut.items * (cut.threads / cut.lanes))) * 8;
   } else if (forward) {
     scratch = 2 * static_cast<int64_t>(cut.slots) * cut.threads * 4;
   } else {
@@ -85,7 +87,7 @@ inline ResidentCut CutTiles(const Problem& problem, int64_t tile_packs, int line
   if (tile_packs * lines > kResidentThreads || tile_packs * lines % 32 != 0) return {};
   cut.tile_packs = static_cast<int>(tile_packs);
   cut.lines = lines;
-  cut.threads = cut.tile_packs * lines;
+  cut.threads = cut.slab_threads = cut.tile_packs * lines;
   cut.steps = static_cast<int>(CeilDiv(problem.spatial, static_cast<int64_t>(lines) * team));
   cut.tile_groups = static_cast<int>(tile / cut.group_size);
   cut.slots = static_cast<int>(cut.group_size % pack == 0   ? 1
@@ -95,16 +97,18 @@ inline ResidentCut CutTiles(const Problem& problem, int64_t tile_packs, int line
   return cut;
 }
 
-// Channels first: `warps` a block, `lanes` threads at a segment of a channel.
-inline ResidentCut CutSegments(const Problem& problem, int lanes, int warps, int team) {
+// Channels first: `warps` a block, `lanes` threads at a segment of a channel. `solo`: each warp takes
+// a slab of its own, and no block waits for its other warps.
+inline ResidentCut CutSegments(const Problem& problem, int lanes, int warps, int team, bool solo) {
   const int64_t pack = ResidentPack(problem);
   ResidentCut cut = ResidentBase(problem, team);
   // Packs that a channel meets, wherever it begins.
   const int64_t packs =
       problem.spatial % pack == 0 ? problem.spatial / pack : CeilDiv(problem.spatial - 1, pack) + 1;
   cut.threads = warps * 32;
+  cut.slab_threads = solo ? 32 : cut.threads;
   cut.lanes = lanes;
-  const int64_t owners = static_cast<int64_t>(team) * cut.threads / lanes;
+  const int64_t owners = static_cast<int64_t>(team) * cut.slab_threads / lanes;
   const int64_t segments = std::clamp<int64_t>(owners / cut.group_size, 1, CeilDiv(packs, lanes));
   cut.segments = static_cast<int>(segments);
   cut.segment_packs = static_cast<int>(CeilDiv(packs, segments));
@@ -121,7 +125,7 @@ inline ResidentCut CutOf(const Problem& problem, const Plan& plan) {
   const int threads = plan.stages[0].threads;
   return problem.layout == Layout::kChannelsLast
              ? CutTiles(problem, width, threads / width, team)
-             : CutSegments(problem, width, threads / 32, team);
+             : CutSegments(problem, width, threads / 32, team, plan.block_slabs > 1);
 }
 
 // Rows of dscale's and dbias's partial sums.
@@ -135,7 +139,7 @@ inline double ResidentUse(const Problem& problem, const ResidentCut& cut) {
                       static_cast<double>(cut.rows() ? cut.tile_packs * ResidentPack(problem)
                                                      : cut.group_size) /
                       static_cast<double>(ResidentPack(problem));
-  return slab / (static_cast<double>(cut.steps) * cut.threads * cut.team);
+  return slab / (static_cast<double>(cut.steps) * cut.slab_threads * cut.team);
 }
 
 inline bool Fits(const ResidentCut& cut, const DeviceLimits& device) {
@@ -152,9 +156,12 @@ void ForResidentCuts(const Problem& problem, const DeviceLimits& device, Visit v
     if (cut.valid() && Fits(cut, device)) visit(cut);
   };
   if (problem.layout == Layout::kChannelsFirst) {
-    for (int team = 1; team <= kMaxTeam; team *= 2) {
-      for (int warps = 4; warps <= kResidentThreads / 32; ++warps) {
-        for (int lanes = 8; lanes <= 32; lanes *= 2) offer(CutSegments(problem, lanes, warps, team));
+    for (int lanes = 8; lanes <= 32; lanes *= 2) {
+      for (int warps : {4, 8}) offer(CutSegments(problem, lanes, warps, 1, true));
+      for (int team = 1; team <= kMaxTeam; team *= 2) {
+        for (int warps = 4; warps <= kResidentThreads / 32; ++warps) {
+          offer(CutSegments(problem, lanes, warps, team, false));
+        }
       }
     }
     return;

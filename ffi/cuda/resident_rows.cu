@@ -74,21 +74,23 @@ __device__ void ReduceTile(const ResidentCut& cut, const float* scratch, const T
                            int round) {
   const int lane = threadIdx.x % 32, size = static_cast<int>(cut.group_size);
   for (int group = threadIdx.x / 32; group < cut.tile_groups; group += cut.threads / 32) {
-    const int first_pack = group * size / kSize, packs = ((group + 1) * size - 1) / kSize + 1 - first_pack;
+    const int begin = group * size, end = begin + size;
+    // In its first pack the group comes after others, in the next ones it is the first.
+    int pack = begin / kSize, slot = (begin % kSize + size - 1) / size;
     Pair<float> sums = {0, 0};
-    for (int i = lane; i < packs * cut.lines; i += 32) {
-      const int pack = first_pack + i % packs;
-      const int slot = group - pack * kSize / size;
-      const float* from = scratch + 2 * slot * cut.threads + i / packs * cut.tile_packs + pack;
-      sums.first += from[0];
-      sums.second += from[cut.threads];
+    for (; pack * kSize < end; ++pack, slot = 0) {
+      const float* from = scratch + 2 * slot * cut.threads + pack;
+      for (int line = lane; line < cut.lines; line += 32) {
+        sums.first += from[line * cut.tile_packs];
+        sums.second += from[line * cut.tile_packs + cut.threads];
+      }
     }
     team.Put(round, group, WarpSum(sums));
   }
 }
 
 template <typename E>
-__global__ void __launch_bounds__(kResidentThreads, 1)
+__global__ void __launch_bounds__(kResidentThreads, 2)
     ResidentTileForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
                               float epsilon, Activation activation, float* mean, float* rstd,
                               E* y) {
@@ -109,22 +111,27 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
     shift[i] = first_element;
   });
   CopyParts parts(cut.steps);
-  for (int step = 0; step < cut.steps; ++step) {
-    if (step < place.steps) {
-      CopyAsync(slots + step * cut.threads, x + place.offset + step * place.stride);
+  {
+    const E* from = x + place.offset;
+    unsigned to = SharedAddress(slots);
+    for (int step = 0; step < place.steps; ++step) {
+      CopyAsync(to, from);
+      from += place.stride;
+      to += cut.threads * kPackBytes;
+      parts.Issued(step);
     }
-    parts.Issued(step);
+    parts.AllIssued();
   }
-  parts.AllIssued();
 
   for (int round = 0;; ++round) {
     Pair<float> sums[kSize] = {};
     for (int step = 0; step < place.steps; ++step) {
       if (round == 0) parts.Wait(step);
-      const Pack<E> pack = slots[step * cut.threads];
+      float values[kSize];
+      ToNumbers(slots[step * cut.threads], values);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        ShiftedSums{shift[i], cut.share}.Add(ToNumber(pack.values[i]), sums[i]);
+        ShiftedSums{shift[i], cut.share}.Add(values[i], sums[i]);
       }
     }
     float* to = space.scratch + threadIdx.x;
@@ -163,25 +170,63 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
     groups.ForEach([&](int i, int group) { shift[i] = space.numbers[group].mean_high; });
   }
 
-  float centre[kSize], slope[kSize], offset[kSize], scales[kSize], biases[kSize];
-  scale.Load(place.n, place.channel, kSize, 1.0f, scales);
-  bias.Load(place.n, place.channel, kSize, 0.0f, biases);
-  groups.ForEach([&](int i, int group) {
-    const GroupNumbers numbers = space.numbers[group];
-    centre[i] = numbers.mean_high;
-    slope[i] = numbers.rstd * scales[i];
-    offset[i] = biases[i] - numbers.mean_low * slope[i];
-  });
-#pragma unroll 2
-  for (int step = 0; step < place.steps; ++step) {
-    float z[kSize];
-    ToNumbers(slots[step * cut.threads], z);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) z[i] = (z[i] - centre[i]) * slope[i] + offset[i];
-    ActivateAll(activation, z);
-    StorePack(y + place.offset + step * place.stride, ToPack<E>(z));
+  Normaliser<E> normalisers[kSize];
+  {
+    float scales[kSize], biases[kSize];
+    scale.Load(place.n, place.channel, kSize, 1.0f, scales);
+    bias.Load(place.n, place.channel, kSize, 0.0f, biases);
+    groups.ForEach([&](int i, int group) {
+      normalisers[i] = Normaliser<E>(space.numbers[group], scales[i], biases[i]);
+    });
   }
+  WithActivation(activation, [&](auto tag) {
+    E* to = y + place.offset;
+#pragma unroll 2
+    for (int step = 0; step < place.steps; ++step, to += place.stride) {
+      float z[kSize];
+      ToNumbers(slots[step * cut.threads], z);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        z[i] = Activate<tag()>(normalisers[i](z[i]));
+      }
+      StorePack(to, ToPack<E>(z));
+    }
+  });
 }
+
+// What a thread of the backward pass knows of its channels.
+template <typename E>
+struct TileGradient {
+  static constexpr int kSize = kPackSize<E>;
+  const Pack<E>* slots;  // this thread's: x's and dy's in turn
+  int threads;
+  float mean[kSize], slope[kSize], bias[kSize];  // slope: rstd * scale
+
+  __device__ TileGradient(const ResidentCut& cut, const TilePlace<kSize>& place,
+                          const PackGroups<kSize>& groups, const BackwardInputs<E>& in,
+                          const Pack<E>* slots)
+      : slots(slots), threads(cut.threads) {
+    in.scale.Load(place.n, place.channel, kSize, 1.0f, slope);
+    in.bias.Load(place.n, place.channel, kSize, 0.0f, bias);
+    groups.ForEach([&](int i, int group) {
+      const int64_t index = place.n * cut.groups + place.first_group + group;
+      mean[i] = in.mean[index];
+      slope[i] *= in.rstd[index];
+    });
+  }
+  // x - mean and dz of a step.
+  template <Activation kActivation>
+  __device__ __forceinline__ void Differentiate(int step, float (&deviation)[kSize],
+                                                float (&dz)[kSize]) const {
+    ToNumbers(slots[2 * step * threads], deviation);
+    ToNumbers(slots[(2 * step + 1) * threads], dz);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      deviation[i] -= mean[i];
+      dz[i] = FastBackward<E, kActivation>(dz[i], deviation[i] * slope[i] + bias[i]);
+    }
+  }
+};
 
 // Adds up the threads' sums of each channel: scratch [2][kSize][threads + 1] -> channels
 // [2][tile channels].
@@ -201,7 +246,7 @@ __device__ __forceinline__ void ReduceChannels(const ResidentCut& cut, const flo
 }
 
 template <typename E>
-__global__ void __launch_bounds__(kResidentThreads, 1)
+__global__ void __launch_bounds__(kResidentThreads, 2)
     ResidentTileBackwardKernel(ResidentCut cut, BackwardInputs<E> in, Pair<float>* channel_rows,
                                E* dx) {
   constexpr int kSize = kPackSize<E>;
@@ -212,43 +257,27 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   const PackGroups<kSize> groups(cut, place.pack);
   Pack<E>* const slots = space.Slots<E>();
   CopyParts parts(cut.steps);
-  for (int step = 0; step < cut.steps; ++step) {
-    if (step < place.steps) {
-      const int64_t at = place.offset + step * place.stride;
-      CopyAsync(slots + 2 * step * cut.threads, in.x + at);
-      CopyAsync(slots + (2 * step + 1) * cut.threads, in.dy + at);
-    }
-    parts.Issued(step);
-  }
-  parts.AllIssued();
-
-  float centre[kSize], slope[kSize], biases[kSize];
-  in.scale.Load(place.n, place.channel, kSize, 1.0f, slope);
-  in.bias.Load(place.n, place.channel, kSize, 0.0f, biases);
-  groups.ForEach([&](int i, int group) {
-    const int64_t index = place.n * cut.groups + place.first_group + group;
-    centre[i] = in.mean[index];
-    slope[i] *= in.rstd[index];
-  });
-  // x becomes x - mean, dy becomes dz.
-  const auto differentiate = [&](int step, float(&deviation)[kSize], float(&dz)[kSize]) {
-    ToNumbers(slots[2 * step * cut.threads], deviation);
-    ToNumbers(slots[(2 * step + 1) * cut.threads], dz);
-    float z[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      deviation[i] -= centre[i];
-      z[i] = deviation[i] * slope[i] + biases[i];
-    }
-    ActivateBackwardAll(in.activation, z, dz);
-  };
-
   {
+    const E *from_x = in.x + place.offset, *from_dy = in.dy + place.offset;
+    unsigned to = SharedAddress(slots);
+    for (int step = 0; step < place.steps; ++step) {
+      CopyAsync(to, from_x);
+      CopyAsync(to + cut.threads * kPackBytes, from_dy);
+      from_x += place.stride;
+      from_dy += place.stride;
+      to += 2 * cut.threads * kPackBytes;
+      parts.Issued(step);
+    }
+    parts.AllIssued();
+  }
+
+  const TileGradient<E> gradient(cut, place, groups, in, slots);
+  WithActivation(in.activation, [&](auto tag) {
     Pair<float> sums[kSize] = {};
     for (int step = 0; step < place.steps; ++step) {
       parts.Wait(step);
       float deviation[kSize], dz[kSize];
-      differentiate(step, deviation, dz);
+      gradient.template Differentiate<tag()>(step, deviation, dz);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         sums[i].first += dz[i];
@@ -260,7 +289,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       space.scratch[i * (cut.threads + 1) + threadIdx.x] = sums[i].first;
       space.scratch[(kSize + i) * (cut.threads + 1) + threadIdx.x] = sums[i].second;
     }
-  }
+  });
   __syncthreads();
   const int columns = cut.tile_packs * kSize, size = static_cast<int>(cut.group_size);
   float* const channels = space.scratch + 2 * kSize * (cut.threads + 1);
@@ -298,16 +327,19 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
     constant[i] = space.numbers[group].mean_high;
     linear[i] = space.numbers[group].mean_low;
   });
+  WithActivation(in.activation, [&](auto tag) {
+    E* to = dx + place.offset;
 #pragma unroll 2
-  for (int step = 0; step < place.steps; ++step) {
-    float deviation[kSize], dz[kSize];
-    differentiate(step, deviation, dz);
+    for (int step = 0; step < place.steps; ++step, to += place.stride) {
+      float deviation[kSize], dz[kSize];
+      gradient.template Differentiate<tag()>(step, deviation, dz);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      dz[i] = slope[i] * dz[i] - constant[i] - deviation[i] * linear[i];
+      for (int i = 0; i < kSize; ++i) {
+        dz[i] = gradient.slope[i] * dz[i] - constant[i] - deviation[i] * linear[i];
+      }
+      StorePack(to, ToPack<E>(dz));
     }
-    StorePack(dx + place.offset + step * place.stride, ToPack<E>(dz));
-  }
+  });
 }
 
 }  // namespace

@@ -12,99 +12,142 @@ namespace jax_gn::cuda {
 namespace {
 
 // Where a thread stands.
+template <int kSize>
 struct RunPlace {
-  int rank, owner, lane, owners;  // owner: the threads at one segment
-  int64_t slab, n, group;
+  int rank, thread, owner, lane, owners;  // owner: the threads at one segment
+  int phase;                              // of the slab: elements behind `origin`
+  int64_t slab, n, group, origin;
 
   __device__ RunPlace(const ResidentCut& cut, int rank) : rank(rank) {
-    slab = blockIdx.x / static_cast<unsigned>(cut.team);
+    const int64_t block = blockIdx.x / static_cast<unsigned>(cut.team);
+    slab = cut.solo() ? block * (cut.threads / 32) + threadIdx.x / 32 : block;
+    thread = static_cast<int>(threadIdx.x) % cut.slab_threads;
     n = slab / cut.groups;
     group = slab % cut.groups;
-    owner = static_cast<int>(threadIdx.x) / cut.lanes;
-    lane = static_cast<int>(threadIdx.x) % cut.lanes;
-    owners = cut.threads / cut.lanes;
+    owner = thread / cut.lanes;
+    lane = thread % cut.lanes;
+    owners = cut.slab_threads / cut.lanes;
+    const int64_t begin = slab * cut.group_size * cut.spatial;
+    phase = static_cast<int>(begin % kSize);
+    origin = begin - phase;
+  }
+  __device__ __forceinline__ bool exists(const ResidentCut& cut) const {
+    return slab < cut.n * cut.groups;
   }
 };
 
-// A segment: packs [first, last) of the tensor for this thread, every `lanes`-th, and the elements
-// [begin, end) of the channel.
+// What a thread takes of a segment: `count` packs, the first at element `offset` behind the slab's
+// origin, the next ones `stride` elements on. `head` elements of the first pack belong to the
+// channel before, and those from `tail` on of the last to the one behind.
 template <int kSize>
 struct Segment {
-  int channel;  // of the group; group_size: none
-  int64_t first, last;
-  int64_t begin, end;
+  int channel;  // of the group
+  int count, head = 0, tail = kSize;
+  int offset, stride;
 
-  __device__ Segment(const ResidentCut& cut, const RunPlace& place, int item) {
+  __device__ Segment(const ResidentCut& cut, const RunPlace<kSize>& place, int item) {
     const int index = (place.rank * cut.items + item) * place.owners + place.owner;
-    channel = min(index / cut.segments, static_cast<int>(cut.group_size));
-    begin = (place.slab * cut.group_size + channel) * cut.spatial;
-    end = channel < cut.group_size ? begin + cut.spatial : begin;
-    const int64_t origin = begin / kSize + (index % cut.segments) * cut.segment_packs;
-    last = end > begin ? min(origin + cut.segment_packs, (end + kSize - 1) / kSize) : origin;
-    first = origin + place.lane;
-  }
-  // The elements of a pack that belong to it.
-  __device__ __forceinline__ bool Whole(int64_t pack) const {
-    return pack * kSize >= begin && (pack + 1) * kSize <= end;
-  }
-  // f(i) for those.
-  template <typename F>
-  __device__ __forceinline__ void ForElements(int64_t pack, F f) const {
-    if (Whole(pack)) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) f(i);
-    } else {
-      const int from = From(pack), to = To(pack);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (from <= i && i < to) f(i);
-      }
+    channel = index;
+    int part = 0;
+    if (cut.segments > 1) {
+      channel = index / cut.segments;
+      part = index - channel * cut.segments;
     }
+    const int begin = place.phase + channel * static_cast<int>(cut.spatial);
+    const int end = begin + static_cast<int>(cut.spatial);
+    const int origin = begin / kSize + part * cut.segment_packs;  // in packs
+    const int last = min(origin + cut.segment_packs, (end + kSize - 1) / kSize);
+    const int first = origin + place.lane;
+    count = channel < static_cast<int>(cut.group_size)
+                ? max(0, (last - first + cut.lanes - 1) / cut.lanes)
+                : 0;
+    offset = first * kSize;
+    stride = cut.lanes * kSize;
+    head = max(0, begin - offset);
+    tail = min(kSize, end - (offset + (count - 1) * stride));
   }
-  __device__ __forceinline__ int From(int64_t pack) const {
-    return static_cast<int>(max(begin - pack * kSize, static_cast<int64_t>(0)));
-  }
-  __device__ __forceinline__ int To(int64_t pack) const {
-    return static_cast<int>(min(end - pack * kSize, static_cast<int64_t>(kSize)));
+  // Calls whole(step) for the packs within the channel, then part(step, from, to) for those whose
+  // elements [from, to) alone are.
+  template <typename Whole, typename Part>
+  __device__ __forceinline__ void ForSteps(Whole whole, Part part) const {
+    const int begin = head > 0 ? 1 : 0, end = tail < kSize ? count - 1 : count;
+    for (int step = begin; step < end; ++step) whole(step);
+    if (count == 0 || (head == 0 && tail == kSize)) return;
+    if (head > 0) part(0, head, count == 1 ? tail : kSize);
+    if (tail < kSize && (count > 1 || head == 0)) part(count - 1, 0, tail);
   }
 };
 
-// visit(segment, item, steps) for the segments of a thread, each of up to `steps` packs.
+// visit(segment, first_slot, steps) for the segments of a thread, each of up to `steps` packs.
 template <int kSize, typename Visit>
-__device__ __forceinline__ void ForSegments(const ResidentCut& cut, const RunPlace& place,
+__device__ __forceinline__ void ForSegments(const ResidentCut& cut, const RunPlace<kSize>& place,
                                             Visit visit) {
   const int steps = cut.steps / cut.items;
   for (int item = 0; item < cut.items; ++item) {
     const Segment<kSize> segment(cut, place, item);
-    visit(segment, item, steps);
+    visit(segment, item * steps, steps);
   }
 }
 
-template <typename E>
-__device__ __forceinline__ void CopyPack(Pack<E>* slot, const E* tensor, int64_t pack,
-                                         int64_t elements) {
+// Copies what a thread takes of a segment from tensors that lie alike, `Pack`s of theirs in turn, to
+// `slots`.
+template <typename E, typename... Tensors>
+__device__ __forceinline__ void CopySegment(const ResidentCut& cut,
+                                            const RunPlace<kPackSize<E>>& place,
+                                            const Segment<kPackSize<E>>& segment, Pack<E>* slots,
+                                            int first_slot, int steps, CopyParts* parts,
+                                            Tensors... tensors) {
   constexpr int kSize = kPackSize<E>;
-  const E* const from = tensor + pack * kSize;
-  if ((pack + 1) * kSize <= elements) {
-    CopyAsync(slot, from);
-  } else {  // the tensor ends inside
-    *slot = LoadPart<E>(from, 0, static_cast<int>(elements - pack * kSize));
+  constexpr int kTensors = sizeof...(Tensors);
+  const int64_t at = place.origin + segment.offset;
+  const int64_t left = cut.n * cut.channels * cut.spatial - at;  // to the tensor's end
+  // Its last pack may reach beyond the end.
+  const bool beyond = segment.count > 0 && (segment.count - 1) * segment.stride + kSize > left;
+  const int count = segment.count - (beyond ? 1 : 0);
+  Pack<E>* slot = slots + static_cast<int64_t>(kTensors) * first_slot * cut.threads;
+  for (int step = 0; step < count; ++step) {
+    const int64_t from = at + step * segment.stride;
+    ((CopyAsync(SharedAddress(slot), tensors + from), slot += cut.threads), ...);
+    parts->Issued(first_slot + step);
+  }
+  if (beyond) {
+    const int64_t from = at + count * segment.stride;
+    ((*slot = LoadPart<E>(tensors + from, 0, static_cast<int>(left - count * segment.stride)),
+      slot += cut.threads),
+     ...);
+  }
+  parts->IssuedUpTo(first_slot + steps);
+}
+
+// f(i) for the elements [from, to) of a pack.
+template <int kSize, typename F>
+__device__ __forceinline__ void ForElements(int from, int to, F f) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if (from <= i && i < to) f(i);
   }
 }
 
-template <typename E>
-__device__ __forceinline__ void StoreOf(E* tensor, int64_t pack, const Pack<E>& values,
-                                        const Segment<kPackSize<E>>& segment) {
-  E* const to = tensor + pack * kPackSize<E>;
-  if (segment.Whole(pack)) {
-    StorePack(to, values);
-  } else {
-    StorePart(to, values, segment.From(pack), segment.To(pack));
+// The sums of all threads of a slab: over the warp, the block, the team.
+__device__ __forceinline__ Pair<float> SlabSum(const ResidentCut& cut, Pair<float> sums,
+                                               Pair<float>* warp_sums, const Team& team,
+                                               int round) {
+  sums = WarpSum(sums);
+  if (cut.solo()) return sums;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane == 0) warp_sums[warp] = sums;
+  __syncthreads();
+  if (round == 0) team.Begin();
+  if (warp == 0) {
+    sums = lane < cut.threads / 32 ? warp_sums[lane] : Pair<float>{0, 0};
+    team.Put(round, 0, WarpSum(sums));
   }
+  team.Exchange();
+  return team.Total(round, 0);
 }
 
 template <typename E>
-__global__ void __launch_bounds__(kResidentThreads, 1)
+__global__ void __launch_bounds__(kResidentThreads, 2)
     ResidentRunForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
                              float epsilon, Activation activation, float* mean, float* rstd,
                              E* y) {
@@ -112,201 +155,216 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   extern __shared__ __align__(16) char shared[];
   const ResidentShared space(cut, shared, cut.steps);
   const Team team(cut, space.places);
-  const RunPlace place(cut, team.rank());
+  const RunPlace<kSize> place(cut, team.rank());
+  if (!place.exists(cut)) return;  // a warp of its own
   Pack<E>* const slots = space.Slots<E>();
-  const int64_t elements = cut.n * cut.channels * cut.spatial;
   float shift = ToNumber(x[place.slab * cut.group_size * cut.spatial]);
   CopyParts parts(cut.steps);
-  ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int item, int steps) {
-    for (int step = 0; step < steps; ++step) {
-      const int64_t pack = segment.first + step * cut.lanes;
-      const int slot = item * steps + step;
-      if (pack < segment.last) CopyPack(slots + slot * cut.threads, x, pack, elements);
-      parts.Issued(slot);
-    }
+  ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int steps) {
+    CopySegment<E>(cut, place, segment, slots, first_slot, steps, &parts, x);
   });
   parts.AllIssued();
 
-  Pair<float>* const warp_sums = reinterpret_cast<Pair<float>*>(space.scratch);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   GroupNumbers numbers;
   for (int round = 0;; ++round) {
     const ShiftedSums shifted = {shift, cut.share};
     Pair<float> sums = {0, 0};
-    ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int item, int steps) {
-      for (int step = 0; step < steps; ++step) {
-        const int64_t pack = segment.first + step * cut.lanes;
-        const int slot = item * steps + step;
-        if (round == 0) parts.Wait(slot);
-        if (pack >= segment.last) continue;
-        const Pack<E> values = slots[slot * cut.threads];
-        segment.ForElements(pack, [&](int i) { shifted.Add(ToNumber(values.values[i]), sums); });
-      }
+    ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int steps) {
+      const auto add = [&](int step, auto each) {
+        float values[kSize];
+        ToNumbers(slots[(first_slot + step) * cut.threads], values);
+        each([&](int i) { shifted.Add(values[i], sums); });
+      };
+      segment.ForSteps(
+          [&](int step) {
+            if (round == 0) parts.Wait(first_slot + step);
+            add(step, [](auto f) { ForElements<kSize>(0, kSize, f); });
+          },
+          [&](int step, int from, int to) {
+            if (round == 0) parts.WaitUpTo(first_slot + steps);
+            add(step, [&](auto f) { ForElements<kSize>(from, to, f); });
+          });
     });
-    sums = WarpSum(sums);
-    if (lane == 0) warp_sums[warp] = sums;
-    __syncthreads();
-    if (round == 0) team.Begin();
-    if (warp == 0) {
-      sums = lane < cut.threads / 32 ? warp_sums[lane] : Pair<float>{0, 0};
-      team.Put(round, 0, WarpSum(sums));
-    }
-    team.Exchange();
+    sums = SlabSum(cut, sums, reinterpret_cast<Pair<float>*>(space.scratch), team, round);
     // All threads come to the same result.
-    const bool good = FinishGroup(team.Total(round, 0), shifted, epsilon, &numbers);
-    if (good || round == 1) break;
+    if (FinishGroup(sums, shifted, epsilon, &numbers) || round == 1) break;
     shift = numbers.mean_high;
   }
-  if (place.rank == 0 && threadIdx.x == 0) {
+  if (place.rank == 0 && place.thread == 0) {
     mean[place.slab] = numbers.mean_high;
     rstd[place.slab] = numbers.rstd;
   }
-  ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int item, int steps) {
-    if (segment.first >= segment.last) return;
-    const int64_t channel = place.group * cut.group_size + segment.channel;
-    const float slope = numbers.rstd * scale.LoadOne(place.n, channel, 1.0f);
-    const float offset = bias.LoadOne(place.n, channel, 0.0f) - numbers.mean_low * slope;
-#pragma unroll 2
-    for (int step = 0; step < steps; ++step) {
-      const int64_t pack = segment.first + step * cut.lanes;
-      if (pack >= segment.last) break;
-      float z[kSize];
-      ToNumbers(slots[(item * steps + step) * cut.threads], z);
+  WithActivation(activation, [&](auto tag) {
+    ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int) {
+      if (segment.count == 0) return;
+      const int64_t channel = place.group * cut.group_size + segment.channel;
+      const Normaliser<E> normalise(numbers, scale.LoadOne(place.n, channel, 1.0f),
+                                    bias.LoadOne(place.n, channel, 0.0f));
+      const auto apply = [&](int step) {
+        float z[kSize];
+        ToNumbers(slots[(first_slot + step) * cut.threads], z);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) z[i] = (z[i] - numbers.mean_high) * slope + offset;
-      ActivateAll(activation, z);
-      StoreOf(y, pack, ToPack<E>(z), segment);
-    }
+        for (int i = 0; i < kSize; ++i) z[i] = Activate<tag()>(normalise(z[i]));
+        return ToPack<E>(z);
+      };
+      E* const to = y + place.origin + segment.offset;
+      segment.ForSteps([&](int step) { StorePack(to + step * segment.stride, apply(step)); },
+                       [&](int step, int from, int end) {
+                         StorePart(to + step * segment.stride, apply(step), from, end);
+                       });
+    });
   });
 }
 
-// Adds up the segments' sums, [items][owners]: by channel into the row of dscale's and dbias's
-// partial sums, and times scale, by the first warp, for the team.
-__device__ __forceinline__ void ReduceSegments(const ResidentCut& cut, const RunPlace& place,
-                                               const Parameter& scale, float rstd,
-                                               const Pair<float>* segments,
-                                               Pair<float>* channel_rows, const Team& team) {
+// From the segments' sums, [items][owners]: those of the channels, into the row of dscale's and
+// dbias's partial sums; and times scale, in each thread those of some segments.
+template <int kSize>
+__device__ __forceinline__ Pair<float> ReduceSegments(const ResidentCut& cut,
+                                                      const RunPlace<kSize>& place,
+                                                      const Parameter& scale, float rstd,
+                                                      const Pair<float>* segments,
+                                                      Pair<float>* channel_rows) {
   const int count = cut.items * place.owners, first = place.rank * count;
   const int size = static_cast<int>(cut.group_size);
   const int64_t first_channel = place.group * cut.group_size;
-  const auto channel_sum = [&](int channel) {
-    const int from = max(channel * cut.segments, first);
-    const int to = min((channel + 1) * cut.segments, first + count);
-    Pair<float> sum = {0, 0};
-    for (int index = from; index < to; ++index) {
-      sum.first += segments[index - first].first;
-      sum.second += segments[index - first].second;
-    }
-    sum.second *= rstd;
-    return sum;
-  };
   if (channel_rows != nullptr) {
     Pair<float>* const row =
         channel_rows + (place.n * cut.team + place.rank) * cut.channels + first_channel;
-    for (int channel = threadIdx.x; channel < size; channel += cut.threads) {
-      row[channel] = channel_sum(channel);
+    for (int channel = place.thread; channel < size; channel += cut.slab_threads) {
+      Pair<float> sum = {0, 0};
+      const int to = min((channel + 1) * cut.segments, first + count);
+      for (int index = max(channel * cut.segments, first); index < to; ++index) {
+        sum.first += segments[index - first].first;
+        sum.second += segments[index - first].second;
+      }
+      row[channel] = {sum.first, sum.second * rstd};
     }
   }
-  if (threadIdx.x >= 32) return;
   Pair<float> sums = {0, 0};
-  for (int index = threadIdx.x; index < count; index += 32) {
+  for (int index = place.thread; index < count; index += cut.slab_threads) {
     const int channel = (first + index) / cut.segments;
     if (channel >= size) break;
     const float factor = scale.LoadOne(place.n, first_channel + channel, 1.0f);
     sums.first += factor * segments[index].first;
     sums.second += factor * (segments[index].second * rstd);
   }
-  __syncwarp();
-  team.Put(0, 0, WarpSum(sums));
+  return sums;
 }
 
+// What a thread of the backward pass knows of its slab, and of one channel.
 template <typename E>
-__global__ void __launch_bounds__(kResidentThreads, 1)
+struct RunGradient {
+  static constexpr int kSize = kPackSize<E>;
+  struct AtChannel {
+    float slope, bias;  // rstd * scale
+  };
+  const ResidentCut& cut;
+  const RunPlace<kSize>& place;
+  const BackwardInputs<E>& in;
+  const Pack<E>* slots;  // this thread's: x's and dy's in turn
+  float mean, rstd;
+
+  __device__ RunGradient(const ResidentCut& cut, const RunPlace<kSize>& place,
+                         const BackwardInputs<E>& in, const Pack<E>* slots)
+      : cut(cut), place(place), in(in), slots(slots), mean(in.mean[place.slab]),
+        rstd(in.rstd[place.slab]) {}
+
+  __device__ __forceinline__ AtChannel Channel(const Segment<kSize>& segment) const {
+    if (segment.count == 0) return {0, 0};
+    const int64_t channel = place.group * cut.group_size + segment.channel;
+    return {rstd * in.scale.LoadOne(place.n, channel, 1.0f),
+            in.bias.LoadOne(place.n, channel, 0.0f)};
+  }
+  // x - mean and dz of a slot.
+  template <Activation kActivation>
+  __device__ __forceinline__ void Differentiate(int slot, const AtChannel& at,
+                                                float (&deviation)[kSize],
+                                                float (&dz)[kSize]) const {
+    ToNumbers(slots[2 * slot * cut.threads], deviation);
+    ToNumbers(slots[(2 * slot + 1) * cut.threads], dz);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      deviation[i] -= mean;
+      dz[i] = FastBackward<E, kActivation>(dz[i], deviation[i] * at.slope + at.bias);
+    }
+  }
+};
+
+template <typename E>
+__global__ void __launch_bounds__(kResidentThreads, 2)
     ResidentRunBackwardKernel(ResidentCut cut, BackwardInputs<E> in, Pair<float>* channel_rows,
                               E* dx) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
   const ResidentShared space(cut, shared, 2 * cut.steps);
   const Team team(cut, space.places);
-  const RunPlace place(cut, team.rank());
+  const RunPlace<kSize> place(cut, team.rank());
+  if (!place.exists(cut)) return;  // a warp of its own
   Pack<E>* const slots = space.Slots<E>();
-  const int64_t elements = cut.n * cut.channels * cut.spatial;
   CopyParts parts(cut.steps);
-  ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int item, int steps) {
-    for (int step = 0; step < steps; ++step) {
-      const int64_t pack = segment.first + step * cut.lanes;
-      const int slot = item * steps + step;
-      if (pack < segment.last) {
-        CopyPack(slots + 2 * slot * cut.threads, in.x, pack, elements);
-        CopyPack(slots + (2 * slot + 1) * cut.threads, in.dy, pack, elements);
-      }
-      parts.Issued(slot);
-    }
+  ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int steps) {
+    CopySegment<E>(cut, place, segment, slots, first_slot, steps, &parts, in.x, in.dy);
   });
   parts.AllIssued();
 
-  const float centre = in.mean[place.slab], rstd = in.rstd[place.slab];
-  // x becomes x - mean, dy becomes dz.
-  const auto differentiate = [&](int slot, float slope, float bias, float(&deviation)[kSize],
-                                 float(&dz)[kSize]) {
-    ToNumbers(slots[2 * slot * cut.threads], deviation);
-    ToNumbers(slots[(2 * slot + 1) * cut.threads], dz);
-    float z[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      deviation[i] -= centre;
-      z[i] = deviation[i] * slope + bias;
-    }
-    ActivateBackwardAll(in.activation, z, dz);
-  };
-  const auto numbers_of = [&](const Segment<kSize>& segment, float* slope, float* bias) {
-    const int64_t channel = place.group * cut.group_size + segment.channel;
-    *slope = *bias = 0;
-    if (segment.channel == cut.group_size) return;
-    *slope = rstd * in.scale.LoadOne(place.n, channel, 1.0f);
-    *bias = in.bias.LoadOne(place.n, channel, 0.0f);
-  };
-
-  Pair<float>* const segments = reinterpret_cast<Pair<float>*>(space.scratch);
-  ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int item, int steps) {
-    float slope, bias;
-    numbers_of(segment, &slope, &bias);
-    Pair<float> sums = {0, 0};
-    for (int step = 0; step < steps; ++step) {
-      const int64_t pack = segment.first + step * cut.lanes;
-      const int slot = item * steps + step;
-      parts.Wait(slot);
-      if (pack >= segment.last) continue;
-      float deviation[kSize], dz[kSize];
-      differentiate(slot, slope, bias, deviation, dz);
-      segment.ForElements(pack, [&](int i) {
-        sums.first += dz[i];
-        sums.second = fmaf(dz[i], deviation[i], sums.second);
-      });
-    }
-    sums = WarpSum(sums, cut.lanes);
-    if (place.lane == 0) segments[item * place.owners + place.owner] = sums;
+  const RunGradient<E> gradient(cut, place, in, slots);
+  // [items][owners], and behind them what SlabSum needs.
+  Pair<float>* const all_segments = reinterpret_cast<Pair<float>*>(space.scratch);
+  Pair<float>* const segments =
+      all_segments + (cut.solo() ? threadIdx.x / 32 * cut.items * place.owners : 0);
+  WithActivation(in.activation, [&](auto tag) {
+    ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int steps) {
+      const auto at = gradient.Channel(segment);
+      Pair<float> sums = {0, 0};
+      const auto add = [&](int step, int from, int to) {
+        float deviation[kSize], dz[kSize];
+        gradient.template Differentiate<tag()>(first_slot + step, at, deviation, dz);
+        ForElements<kSize>(from, to, [&](int i) {
+          sums.first += dz[i];
+          sums.second = fmaf(dz[i], deviation[i], sums.second);
+        });
+      };
+      segment.ForSteps(
+          [&](int step) {
+            parts.Wait(first_slot + step);
+            add(step, 0, kSize);
+          },
+          [&](int step, int from, int to) {
+            parts.WaitUpTo(first_slot + steps);
+            add(step, from, to);
+          });
+      sums = WarpSum(sums, cut.lanes);
+      if (place.lane == 0) segments[first_slot / steps * place.owners + place.owner] = sums;
+    });
   });
-  __syncthreads();
-  team.Begin();
-  ReduceSegments(cut, place, in.scale, rstd, segments, channel_rows, team);
-  team.Exchange();
-  const Pair<float> total = team.Total(0, 0);
-  const float constant = rstd * (total.first * cut.share);
-  const float linear = rstd * (total.second * cut.share) * rstd;
-  ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int item, int steps) {
-    float slope, bias;
-    numbers_of(segment, &slope, &bias);
-#pragma unroll 2
-    for (int step = 0; step < steps; ++step) {
-      const int64_t pack = segment.first + step * cut.lanes;
-      if (pack >= segment.last) break;
-      float deviation[kSize], dz[kSize];
-      differentiate(item * steps + step, slope, bias, deviation, dz);
+  if (cut.solo()) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+  const Pair<float> total =
+      SlabSum(cut, ReduceSegments(cut, place, in.scale, gradient.rstd, segments, channel_rows),
+              all_segments + cut.items * place.owners, team, 0);
+  const float constant = gradient.rstd * (total.first * cut.share);
+  const float linear = gradient.rstd * (total.second * cut.share) * gradient.rstd;
+  WithActivation(in.activation, [&](auto tag) {
+    ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int) {
+      const auto at = gradient.Channel(segment);
+      const auto apply = [&](int step) {
+        float deviation[kSize], dz[kSize];
+        gradient.template Differentiate<tag()>(first_slot + step, at, deviation, dz);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) dz[i] = slope * dz[i] - constant - deviation[i] * linear;
-      StoreOf(dx, pack, ToPack<E>(dz), segment);
-    }
+        for (int i = 0; i < kSize; ++i) {
+          dz[i] = at.slope * dz[i] - constant - deviation[i] * linear;
+        }
+        return ToPack<E>(dz);
+      };
+      E* const to = dx + place.origin + segment.offset;
+      segment.ForSteps([&](int step) { StorePack(to + step * segment.stride, apply(step)); },
+                       [&](int step, int from, int end) {
+                         StorePart(to + step * segment.stride, apply(step), from, end);
+                       });
+    });
   });
 }
 

@@ -83,6 +83,35 @@ struct RunningMoments {
   }
 };
 
+// a + b, and what rounding left of it.
+template <typename T>
+struct TwoSum {
+  T sum, rest;
+
+  __device__ __forceinline__ TwoSum(T a, T b) {
+    sum = a + b;
+    const T part = sum - a;
+    rest = (a - (sum - part)) + (b - part);
+  }
+};
+
+// The sum over `lanes` neighbouring threads of a warp, in all of them, in the accumulator's type.
+template <typename T>
+__device__ __forceinline__ T WarpSum(T value, int lanes = 32) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  return value;
+}
+template <typename T>
+__device__ __forceinline__ Pair<T> WarpSum(Pair<T> pair, int lanes = 32) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    pair.first += __shfl_xor_sync(0xffffffffu, pair.first, offset);
+    pair.second += __shfl_xor_sync(0xffffffffu, pair.second, offset);
+  }
+  return pair;
+}
+
 // Results of a group: mean and rstd, and what the saved mean lacks, which only y still needs.
 template <typename T>
 struct GroupResult {

@@ -158,11 +158,12 @@ std::string Label(const Problem& p, const Plan& plan) {
   if (plan.family != Family::kResident) return "";
   const cuda::ResidentCut cut = cuda::CutOf(p, plan);
   return "width " + std::to_string(plan.width) + " threads " + std::to_string(cut.threads) +
-         " team " + std::to_string(cut.team) + " steps " + std::to_string(cut.steps) + " blocks " +
+         (cut.solo() ? " solo" : "") + " team " +
+         std::to_string(cut.team) + " steps " + std::to_string(cut.steps) + " blocks " +
          std::to_string(cuda::ResidentBlocks(cut));
 }
 
-constexpr size_t kLadder = 12;  // cuts of a problem that are timed
+constexpr size_t kLadder = 16;  // cuts of a problem that are timed
 
 // Cuts of the family "resident" that leave little room unused, evenly chosen.
 void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
@@ -173,7 +174,7 @@ void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
     best = std::max(best, cuda::ResidentUse(p, cut));
   });
   for (const cuda::ResidentCut& cut : cuts) {
-    if (cuda::ResidentUse(p, cut) >= 0.85 * best && cut.threads % 64 == 0) tight.push_back(cut);
+    if (cuda::ResidentUse(p, cut) >= 0.85 * best && cut.threads <= 512) tight.push_back(cut);
   }
   const size_t apart = std::max<size_t>(1, tight.size() / kLadder);
   for (size_t i = 0; i < tight.size(); i += apart) {
@@ -188,7 +189,12 @@ void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
 }  // namespace
 
 int Time(const std::vector<std::string>& arguments, bool ladder) {
+  std::vector<DType> dtypes = {DType::kBFloat16, DType::kFloat32};
   for (const std::string& argument : arguments) {
+    if (const auto dtype = FromName<DType>(kDTypeNames, argument)) {
+      dtypes = {*dtype};
+      continue;
+    }
     std::vector<std::string> words;
     std::istringstream stream(argument);
     for (std::string word; std::getline(stream, word, ':');) words.push_back(word);
@@ -203,7 +209,7 @@ int Time(const std::vector<std::string>& arguments, bool ladder) {
     p.groups = std::stoll(words[4]);
     p.activation = FromName<Activation>(kActivationNames, words[5]).value_or(Activation::kNone);
     p.scale = p.bias = Param::kPerChannel;
-    for (DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (DType dtype : dtypes) {
       p.dtype = p.scale_dtype = p.bias_dtype = dtype;
       for (Op op : {Op::kForward, Op::kBackward}) {
         p.op = op;
