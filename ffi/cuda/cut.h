@@ -85,18 +85,14 @@ struct RowCut {
   }
 };
 
-inline int64_t RowPackSize(const Problem& problem) {
-  return std::min<int64_t>(kPackBytes / SizeOf(problem.dtype), kMaxRowPack);
-}
-
-inline RowCut CutRows(const Problem& problem) {
+// The cut with so many channels a thread.
+inline RowCut CutRowsIn(const Problem& problem, int64_t pack) {
   RowCut cut = {};
   cut.n = problem.n;
   cut.spatial = problem.spatial;
   cut.channels = problem.channels;
   cut.groups = problem.groups;
   cut.group_size = problem.group_size();
-  const int64_t pack = RowPackSize(problem);
   const int64_t packs = CeilDiv(problem.channels, pack);
   cut.tile_packs = static_cast<int>(std::min<int64_t>(packs, kMaxTilePacks));
   if (packs > kMaxTilePacks) {
@@ -135,6 +131,16 @@ inline RowCut CutRows(const Problem& problem) {
   cut.warp_lanes = warp_groups ? static_cast<int>(group_packs) : 0;
   cut.channel_lanes = std::min(32, PowerOfTwoBelow(kThreads / width));
   return cut;
+}
+
+inline RowCut CutRows(const Problem& problem) {
+  const int64_t pack = kPackBytes / SizeOf(problem.dtype);
+  if (problem.spatial == 1) {
+    // features.cu keeps fewer numbers for each channel.
+    const RowCut cut = CutRowsIn(problem, pack);
+    if (cut.warp_lanes > 0) return cut;
+  }
+  return CutRowsIn(problem, std::min<int64_t>(pack, kMaxRowPack));
 }
 
 // Channels first: memory is a sequence of runs, each of a group (its statistics) or of a channel
@@ -225,7 +231,8 @@ inline Workspace LayOut(const Problem& problem) {
 // channel of a pack and thread a mean and an m2, or two times two sums.
 inline int64_t RowSharedBytes(const Problem& problem) {
   const int64_t size = SizeOf(problem.accumulator());
-  const int64_t numbers = RowPackSize(problem) * (kThreads + 1);
+  const RowCut cut = CutRows(problem);
+  const int64_t numbers = cut.tile / cut.tile_packs * (kThreads + 1);
   return numbers *
          (problem.op == Op::kForward ? static_cast<int64_t>(sizeof(double)) + size : 4 * size);
 }

@@ -12,8 +12,9 @@
 namespace jax_gn::cuda {
 namespace {
 
-template <typename E>
-inline constexpr int kRows = 32 / (kRowPack<E> * static_cast<int>(sizeof(E)));
+// Samples in flight a thread: 32 bytes.
+template <typename E, int kSize>
+inline constexpr int kRows = 32 / (kSize * static_cast<int>(sizeof(E)));
 
 // Samples n, n + batch, … of a thread that lie in the block, up to kRows.
 template <int kRows>
@@ -25,9 +26,8 @@ __device__ __forceinline__ int RowsFrom(const RowCut& cut, const RowBlock& block
 }
 
 // scale and bias of a thread's channels: read once, unless they are the samples'.
-template <typename E, typename T = Accumulator<E>>
+template <typename T, int kSize>
 struct FeatureParameters {
-  static constexpr int kSize = kRowPack<E>;
   T scale[kSize], bias[kSize];
   bool per_sample;
 
@@ -43,30 +43,29 @@ struct FeatureParameters {
   }
 };
 
-template <typename E>
+template <typename E, int kSize>
 __global__ void __launch_bounds__(kThreads)
     FeatureForwardKernel(RowCut cut, const E* x, Parameter scale, Parameter bias,
                          Activation activation, Accumulator<E> epsilon, E* y,
                          Accumulator<E>* mean, Accumulator<E>* rstd) {
   using T = Accumulator<E>;
-  constexpr int kSize = kRowPack<E>;
   const RowBlock block(cut, blockIdx.x);
   const RowThread thread = RowThread::Here<kSize>(cut, block);
   const bool whole_x = WholePacks<kSize>(cut, x), whole_y = WholePacks<kSize>(cut, y);
   const bool leads = thread.channels > 0 && thread.pack % cut.warp_lanes == 0;
   const int64_t stride = cut.batch * cut.channels, group = thread.channel / cut.group_size;
   const T share = T(1) / static_cast<T>(cut.group_size);
-  FeatureParameters<E> parameters(scale, bias, thread);
+  FeatureParameters<T, kSize> parameters(scale, bias, thread);
   // All threads of a warp take all steps: the sums need them.
   for (int64_t first = block.first_sample; first < block.end_sample;
-       first += kRows<E> * cut.batch) {
+       first += kRows<E, kSize> * cut.batch) {
     const int64_t n = first + thread.slot;
-    const int rows = thread.channels > 0 ? RowsFrom<kRows<E>>(cut, block, n) : 0;
+    const int rows = thread.channels > 0 ? RowsFrom<kRows<E, kSize>>(cut, block, n) : 0;
     const int64_t at = n * cut.channels + thread.channel;
-    Pack<E, kSize> packs[kRows<E>] = {};
+    Pack<E, kSize> packs[kRows<E, kSize>] = {};
     LoadRows(x + at, stride, rows, thread.channels, whole_x, packs);
 #pragma unroll
-    for (int u = 0; u < kRows<E>; ++u) {
+    for (int u = 0; u < kRows<E, kSize>; ++u) {
       // Two passes over the group's numbers: exact. `shift` is one of them; shares are added, as a
       // sum of values could overflow.
       T z[kSize], sum = 0, m2 = 0;
@@ -98,12 +97,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename E>
+template <typename E, int kSize>
 __global__ void __launch_bounds__(kThreads, 2)
     FeatureBackwardKernel(RowCut cut, BackwardInputs<E> in, bool per_sample,
                           Pair<Accumulator<E>>* channel_rows, E* dx) {
   using T = Accumulator<E>;
-  constexpr int kSize = kRowPack<E>;
   extern __shared__ __align__(16) char shared[];
   const Exchange<Pair<T>, kSize> exchange{reinterpret_cast<Pair<T>*>(shared)};
   const RowBlock block(cut, blockIdx.x);
@@ -112,18 +110,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool whole_dx = WholePacks<kSize>(cut, dx);
   const int64_t stride = cut.batch * cut.channels, group = thread.channel / cut.group_size;
   const T share = T(1) / static_cast<T>(cut.group_size);
-  FeatureParameters<E> parameters(in.scale, in.bias, thread);
+  FeatureParameters<T, kSize> parameters(in.scale, in.bias, thread);
   Pair<T> sums[kSize] = {};
   for (int64_t first = block.first_sample; first < block.end_sample;
-       first += kRows<E> * cut.batch) {
+       first += kRows<E, kSize> * cut.batch) {
     const int64_t n = first + thread.slot;
-    const int rows = thread.channels > 0 ? RowsFrom<kRows<E>>(cut, block, n) : 0;
+    const int rows = thread.channels > 0 ? RowsFrom<kRows<E, kSize>>(cut, block, n) : 0;
     const int64_t at = n * cut.channels + thread.channel;
-    Pack<E, kSize> x_packs[kRows<E>] = {}, dy_packs[kRows<E>] = {};
+    Pack<E, kSize> x_packs[kRows<E, kSize>] = {}, dy_packs[kRows<E, kSize>] = {};
     LoadRows(in.x + at, stride, rows, thread.channels, whole_x, x_packs);
     LoadRows(in.dy + at, stride, rows, thread.channels, whole_dy, dy_packs);
 #pragma unroll
-    for (int u = 0; u < kRows<E>; ++u) {
+    for (int u = 0; u < kRows<E, kSize>; ++u) {
       const int64_t sample = n + u * cut.batch;
       T xhat[kSize], z[kSize], dz[kSize], rstd = 0, mean = 0;
       ToNumbers(x_packs[u], xhat);
@@ -174,7 +172,10 @@ template <typename E>
 Status LaunchFeatureForward(const Problem& problem, const RowCut& cut, const Stage& stage,
                             const ForwardArgs& args, cudaStream_t stream) {
   using T = Accumulator<E>;
-  FeatureForwardKernel<E><<<Grid(stage), stage.threads, 0, stream>>>(
+  const auto kernel = cut.tile == cut.tile_packs * kPackSize<E>
+                          ? FeatureForwardKernel<E, kPackSize<E>>
+                          : FeatureForwardKernel<E, kRowPack<E>>;
+  kernel<<<Grid(stage), stage.threads, 0, stream>>>(
       cut, static_cast<const E*>(args.x), ScaleOf(problem, args), BiasOf(problem, args),
       problem.activation, static_cast<T>(args.epsilon), static_cast<E*>(args.y),
       static_cast<T*>(args.mean), static_cast<T*>(args.rstd));
@@ -185,7 +186,10 @@ template <typename E>
 Status LaunchFeatureBackward(const Problem& problem, const RowCut& cut, const Stage& stage,
                              const BackwardArgs& args, const BackwardSpace<E>& space,
                              cudaStream_t stream) {
-  FeatureBackwardKernel<E><<<Grid(stage), stage.threads, stage.shared_bytes, stream>>>(
+  const auto kernel = cut.tile == cut.tile_packs * kPackSize<E>
+                          ? FeatureBackwardKernel<E, kPackSize<E>>
+                          : FeatureBackwardKernel<E, kRowPack<E>>;
+  kernel<<<Grid(stage), stage.threads, stage.shared_bytes, stream>>>(
       cut, BackwardInputs<E>(problem, args), HasPerSample(problem),
       HasParam(problem) ? space.channel_rows : nullptr, static_cast<E*>(args.dx));
   return JAX_GN_LAUNCHED("FeatureBackwardKernel");

@@ -52,9 +52,10 @@ class CopyParts {
     while (parts_ < kCopyParts) Commit();
     next_ = parts_ = 0;
   }
-  // Before each step's work.
-  __device__ __forceinline__ void Wait(int step) {
-    if (step >= next_) WaitUpTo(step + 1);
+  // Waits for a step's copies; returns the first step whose copies may be outstanding yet.
+  __device__ __forceinline__ int Ready(int step) {
+    WaitUpTo(step + 1);
+    return next_;
   }
   // For the copies of all steps before `steps`.
   __device__ __forceinline__ void WaitUpTo(int steps) {
@@ -186,6 +187,12 @@ struct ShiftedSums {
 inline constexpr float kWorstShift = 16;  // squared, in standard deviations
 inline constexpr float kInfinity = HUGE_VALF;
 
+// 1 / sqrt(x) within an ULP, in a quarter of the instructions that the two functions take.
+__device__ __forceinline__ float InverseRoot(float x) {
+  const float r = rsqrtf(x);
+  return r > 0 && r < kInfinity ? r * fmaf(-0.5f * x * r, r, 1.5f) : r;
+}
+
 // The group's results from those sums. Returns whether the shift was good enough. In float32: the
 // double's division and root would take longer than the exchange.
 __device__ __forceinline__ bool FinishGroup(const Pair<float>& sums, const ShiftedSums& shifted,
@@ -195,7 +202,7 @@ __device__ __forceinline__ bool FinishGroup(const Pair<float>& sums, const Shift
   const TwoSum<float> mean(shifted.shift, sums.first);
   numbers->mean_high = mean.sum;
   numbers->mean_low = mean.rest;
-  numbers->rstd = 1.0f / sqrtf((variance < 0 ? 0 : variance) + epsilon);  // NaN stays NaN
+  numbers->rstd = InverseRoot((variance < 0 ? 0 : variance) + epsilon);  // NaN stays NaN
   return !(sums.first * sums.first > kWorstShift * variance);
 }
 

@@ -16,7 +16,9 @@
 namespace jax_gn::cuda {
 
 inline constexpr int kMaxTeam = 16;  // blocks of a cluster on sm_90; more than 8 by its own leave
-inline constexpr int kResidentThreads = 512;  // most of a block
+// Most threads of a block; twice as many fit a multiprocessor, by the registers that leaves them:
+// channels last, where a thread keeps numbers for each channel of a pack, 80, else 64.
+inline constexpr int kTileThreads = 384, kRunThreads = 512;
 // Shared memory of a multiprocessor, and what each block costs beside its own: H200.
 inline constexpr int64_t kSharedPerProcessor = 228 << 10, kSharedPerBlockExtra = 1 << 10;
 
@@ -25,8 +27,9 @@ struct ResidentCut {
   int team, threads, steps;
   int slab_threads;       // of a block's threads, those at one slab: all, or a warp alone
   int tile_packs, lines;  // channels last: threads side by side, threads below each other
-  int lanes, segments;    // channels first: threads at a segment, segments of a channel
-  int items;              // channels first: segments that a thread visits in turn
+  int tiles;              // channels last: of a sample
+  int lanes, segments;    // channels first: threads at a segment, a power of two; of a channel
+  int items, item_steps;  // channels first: segments that a thread visits in turn, packs in each
   int segment_packs;      // channels first: of a segment
   int tile_groups, slots; // groups of a tile; most groups that meet a pack
   int64_t shared_bytes;
@@ -48,7 +51,7 @@ inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cu
   const int64_t results = AlignUp(cut.tile_groups * 16, kPackBytes);
   int64_t scratch;
   if (!cut.rows()) {
-    scratch = (kResidentThreads / 32 + (forward ? 0 : cut.items * (cut.threads / cut.lanes))) * 8;
+    scratch = (kRunThreads / 32 + (forward ? 0 : cut.items * (cut.threads / cut.lanes))) * 8;
   } else if (forward) {
     scratch = 2 * static_cast<int64_t>(cut.slots) * cut.threads * 4;
   } else {
@@ -62,7 +65,7 @@ inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cu
 // Blocks of a multiprocessor, by their shared memory and threads.
 inline int64_t ResidentBlocks(const ResidentCut& cut) {
   return std::min<int64_t>(kSharedPerProcessor / (cut.shared_bytes + kSharedPerBlockExtra),
-                           1024 / cut.threads);
+                           2 * (cut.rows() ? kTileThreads : kRunThreads) / cut.threads);
 }
 
 inline ResidentCut ResidentBase(const Problem& problem, int team) {
@@ -77,18 +80,19 @@ inline ResidentCut ResidentBase(const Problem& problem, int team) {
   return cut;
 }
 
-// Channels last: a tile of `tile_packs`, `lines` threads below each other. Not valid() if the
-// problem can't be cut so.
-inline ResidentCut CutTiles(const Problem& problem, int64_t tile_packs, int lines, int team) {
+// Channels last: a tile of `tile_packs`, `threads` a block, as many lines of them as that makes. Not
+// valid() if the problem can't be cut so.
+inline ResidentCut CutTiles(const Problem& problem, int64_t tile_packs, int threads, int team) {
   const int64_t pack = ResidentPack(problem);
   const int64_t tile = tile_packs * pack;
   ResidentCut cut = ResidentBase(problem, team);
   if (problem.channels % tile != 0 || tile % cut.group_size != 0) return {};
-  if (tile_packs * lines > kResidentThreads || tile_packs * lines % 32 != 0) return {};
+  if (tile_packs > threads) return {};
   cut.tile_packs = static_cast<int>(tile_packs);
-  cut.lines = lines;
-  cut.threads = cut.slab_threads = cut.tile_packs * lines;
-  cut.steps = static_cast<int>(CeilDiv(problem.spatial, static_cast<int64_t>(lines) * team));
+  cut.lines = threads / cut.tile_packs;
+  cut.tiles = static_cast<int>(problem.channels / tile);
+  cut.threads = cut.slab_threads = threads;
+  cut.steps = static_cast<int>(CeilDiv(problem.spatial, static_cast<int64_t>(cut.lines) * team));
   cut.tile_groups = static_cast<int>(tile / cut.group_size);
   cut.slots = static_cast<int>(cut.group_size % pack == 0   ? 1
                                : pack % cut.group_size == 0 ? pack / cut.group_size
@@ -113,7 +117,8 @@ inline ResidentCut CutSegments(const Problem& problem, int lanes, int warps, int
   cut.segments = static_cast<int>(segments);
   cut.segment_packs = static_cast<int>(CeilDiv(packs, segments));
   cut.items = static_cast<int>(CeilDiv(cut.group_size * segments, owners));
-  cut.steps = static_cast<int>(cut.items * CeilDiv(cut.segment_packs, lanes));
+  cut.item_steps = static_cast<int>(CeilDiv(cut.segment_packs, lanes));
+  cut.steps = cut.items * cut.item_steps;
   cut.tile_groups = 1;
   cut.shared_bytes = ResidentSharedBytes(problem, cut);
   return cut;
@@ -124,7 +129,7 @@ inline ResidentCut CutOf(const Problem& problem, const Plan& plan) {
   const int width = static_cast<int>(plan.width), team = static_cast<int>(plan.blocks);
   const int threads = plan.stages[0].threads;
   return problem.layout == Layout::kChannelsLast
-             ? CutTiles(problem, width, threads / width, team)
+             ? CutTiles(problem, width, threads, team)
              : CutSegments(problem, width, threads / 32, team, plan.block_slabs > 1);
 }
 
@@ -159,7 +164,7 @@ void ForResidentCuts(const Problem& problem, const DeviceLimits& device, Visit v
     for (int lanes = 8; lanes <= 32; lanes *= 2) {
       for (int warps : {4, 8}) offer(CutSegments(problem, lanes, warps, 1, true));
       for (int team = 1; team <= kMaxTeam; team *= 2) {
-        for (int warps = 4; warps <= kResidentThreads / 32; ++warps) {
+        for (int warps = 4; warps <= kRunThreads / 32; ++warps) {
           offer(CutSegments(problem, lanes, warps, team, false));
         }
       }
@@ -171,12 +176,11 @@ void ForResidentCuts(const Problem& problem, const DeviceLimits& device, Visit v
   if (problem.channels % pack != 0) return;
   for (int64_t tile = least; tile <= problem.channels; tile += least) {
     const int64_t tile_packs = tile / pack;
-    if (problem.channels % tile != 0 || tile_packs > kResidentThreads) continue;
+    if (problem.channels % tile != 0) continue;
     if (tile_packs * kPackBytes < 128 && tile < problem.channels) continue;
-    for (int lines = 1; lines * tile_packs <= kResidentThreads; ++lines) {
-      if (lines * tile_packs % 32 != 0 || lines * tile_packs < 128) continue;
+    for (int threads = 128; threads <= kTileThreads; threads += 32) {
       for (int team = 1; team <= kMaxTeam; team *= 2) {
-        offer(CutTiles(problem, tile_packs, lines, team));
+        offer(CutTiles(problem, tile_packs, threads, team));
       }
     }
   }

@@ -19,18 +19,18 @@ struct TilePlace {
 
   __device__ explicit TilePlace(const ResidentCut& cut, int rank) : rank(rank) {
     const unsigned slab = blockIdx.x / static_cast<unsigned>(cut.team);
-    const unsigned tiles = static_cast<unsigned>(cut.channels) /
-                           static_cast<unsigned>(cut.tile_packs * kSize);
+    const unsigned tiles = static_cast<unsigned>(cut.tiles);
     n = slab / tiles;
-    const int64_t tile = slab % tiles;
-    line = static_cast<int>(threadIdx.x) / cut.tile_packs;
-    pack = static_cast<int>(threadIdx.x) % cut.tile_packs;
-    first_group = tile * cut.tile_groups;
-    channel = (tile * cut.tile_packs + pack) * kSize;
+    const unsigned tile = slab - static_cast<unsigned>(n) * tiles;
+    line = static_cast<int>(threadIdx.x / static_cast<unsigned>(cut.tile_packs));
+    pack = static_cast<int>(threadIdx.x) - line * cut.tile_packs;
+    first_group = static_cast<int64_t>(tile) * cut.tile_groups;
+    channel = (static_cast<int64_t>(tile) * cut.tile_packs + pack) * kSize;
     // Neighbouring blocks take neighbouring positions.
     const int first = rank * cut.lines + line, apart = cut.lines * cut.team;
     const int spatial = static_cast<int>(cut.spatial);
-    steps = first < spatial ? (spatial - first + apart - 1) / apart : 0;
+    // The last warp may have threads to spare.
+    steps = first < spatial && line < cut.lines ? (spatial - first + apart - 1) / apart : 0;
     offset = (n * cut.spatial + first) * cut.channels + channel;
     stride = apart * cut.channels;
   }
@@ -90,7 +90,7 @@ __device__ void ReduceTile(const ResidentCut& cut, const float* scratch, const T
 }
 
 template <typename E>
-__global__ void __launch_bounds__(kResidentThreads, 2)
+__global__ void __launch_bounds__(kTileThreads, 2)
     ResidentTileForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
                               float epsilon, Activation activation, float* mean, float* rstd,
                               E* y) {
@@ -125,13 +125,16 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
 
   for (int round = 0;; ++round) {
     Pair<float> sums[kSize] = {};
-    for (int step = 0; step < place.steps; ++step) {
-      if (round == 0) parts.Wait(step);
-      float values[kSize];
-      ToNumbers(slots[step * cut.threads], values);
+    for (int step = 0; step < place.steps;) {
+      const int stop = round == 0 ? min(place.steps, parts.Ready(step)) : place.steps;
+#pragma unroll 2
+      for (; step < stop; ++step) {
+        float values[kSize];
+        ToNumbers(slots[step * cut.threads], values);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        ShiftedSums{shift[i], cut.share}.Add(values[i], sums[i]);
+        for (int i = 0; i < kSize; ++i) {
+          ShiftedSums{shift[i], cut.share}.Add(values[i], sums[i]);
+        }
       }
     }
     float* to = space.scratch + threadIdx.x;
@@ -246,7 +249,7 @@ __device__ __forceinline__ void ReduceChannels(const ResidentCut& cut, const flo
 }
 
 template <typename E>
-__global__ void __launch_bounds__(kResidentThreads, 2)
+__global__ void __launch_bounds__(kTileThreads, 2)
     ResidentTileBackwardKernel(ResidentCut cut, BackwardInputs<E> in, Pair<float>* channel_rows,
                                E* dx) {
   constexpr int kSize = kPackSize<E>;
@@ -274,14 +277,17 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
   const TileGradient<E> gradient(cut, place, groups, in, slots);
   WithActivation(in.activation, [&](auto tag) {
     Pair<float> sums[kSize] = {};
-    for (int step = 0; step < place.steps; ++step) {
-      parts.Wait(step);
-      float deviation[kSize], dz[kSize];
-      gradient.template Differentiate<tag()>(step, deviation, dz);
+    for (int step = 0; step < place.steps;) {
+      const int stop = min(place.steps, parts.Ready(step));
+#pragma unroll 1
+      for (; step < stop; ++step) {
+        float deviation[kSize], dz[kSize];
+        gradient.template Differentiate<tag()>(step, deviation, dz);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        sums[i].first += dz[i];
-        sums[i].second = fmaf(dz[i], deviation[i], sums[i].second);
+        for (int i = 0; i < kSize; ++i) {
+          sums[i].first += dz[i];
+          sums[i].second = fmaf(dz[i], deviation[i], sums[i].second);
+        }
       }
     }
 #pragma unroll

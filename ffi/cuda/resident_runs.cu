@@ -19,14 +19,18 @@ struct RunPlace {
   int64_t slab, n, group, origin;
 
   __device__ RunPlace(const ResidentCut& cut, int rank) : rank(rank) {
-    const int64_t block = blockIdx.x / static_cast<unsigned>(cut.team);
-    slab = cut.solo() ? block * (cut.threads / 32) + threadIdx.x / 32 : block;
-    thread = static_cast<int>(threadIdx.x) % cut.slab_threads;
-    n = slab / cut.groups;
-    group = slab % cut.groups;
-    owner = thread / cut.lanes;
-    lane = thread % cut.lanes;
-    owners = cut.slab_threads / cut.lanes;
+    // Divisions, of 64 bits above all, take long for a thread that has a dozen packs.
+    const unsigned block = blockIdx.x / static_cast<unsigned>(cut.team);
+    const unsigned groups = static_cast<unsigned>(cut.groups);
+    const unsigned index = cut.solo() ? block * (blockDim.x / 32) + threadIdx.x / 32 : block;
+    slab = index;
+    n = index / groups;
+    group = index - static_cast<unsigned>(n) * groups;
+    thread = static_cast<int>(cut.solo() ? threadIdx.x % 32 : threadIdx.x);
+    const int log2_lanes = __ffs(cut.lanes) - 1;
+    owner = thread >> log2_lanes;
+    lane = thread & (cut.lanes - 1);
+    owners = cut.slab_threads >> log2_lanes;
     const int64_t begin = slab * cut.group_size * cut.spatial;
     phase = static_cast<int>(begin % kSize);
     origin = begin - phase;
@@ -59,7 +63,7 @@ struct Segment {
     const int last = min(origin + cut.segment_packs, (end + kSize - 1) / kSize);
     const int first = origin + place.lane;
     count = channel < static_cast<int>(cut.group_size)
-                ? max(0, (last - first + cut.lanes - 1) / cut.lanes)
+                ? max(0, last - first + cut.lanes - 1) >> (__ffs(cut.lanes) - 1)
                 : 0;
     offset = first * kSize;
     stride = cut.lanes * kSize;
@@ -67,25 +71,30 @@ struct Segment {
     tail = min(kSize, end - (offset + (count - 1) * stride));
   }
   // Calls whole(step) for the packs within the channel, then part(step, from, to) for those whose
-  // elements [from, to) alone are.
-  template <typename Whole, typename Part>
-  __device__ __forceinline__ void ForSteps(Whole whole, Part part) const {
+  // elements [from, to) alone are. ready(step) waits for a step, and says how far that goes.
+  template <typename Ready, typename Whole, typename Part>
+  __device__ __forceinline__ void ForSteps(Ready ready, Whole whole, Part part) const {
     const int begin = head > 0 ? 1 : 0, end = tail < kSize ? count - 1 : count;
-    for (int step = begin; step < end; ++step) whole(step);
+    for (int step = begin; step < end;) {
+      const int stop = min(end, ready(step));
+#pragma unroll 2
+      for (; step < stop; ++step) whole(step);
+    }
     if (count == 0 || (head == 0 && tail == kSize)) return;
     if (head > 0) part(0, head, count == 1 ? tail : kSize);
     if (tail < kSize && (count > 1 || head == 0)) part(count - 1, 0, tail);
   }
 };
 
-// visit(segment, first_slot, steps) for the segments of a thread, each of up to `steps` packs.
+// visit(segment, first_slot, steps) for the segments of a thread, each of up to `steps` packs; the
+// first is at hand.
 template <int kSize, typename Visit>
 __device__ __forceinline__ void ForSegments(const ResidentCut& cut, const RunPlace<kSize>& place,
-                                            Visit visit) {
-  const int steps = cut.steps / cut.items;
-  for (int item = 0; item < cut.items; ++item) {
-    const Segment<kSize> segment(cut, place, item);
-    visit(segment, item * steps, steps);
+                                            Segment<kSize> segment, Visit visit) {
+  for (int item = 0;;) {
+    visit(segment, item * cut.item_steps, cut.item_steps);
+    if (++item == cut.items) return;
+    segment = Segment<kSize>(cut, place, item);
   }
 }
 
@@ -147,7 +156,7 @@ __device__ __forceinline__ Pair<float> SlabSum(const ResidentCut& cut, Pair<floa
 }
 
 template <typename E>
-__global__ void __launch_bounds__(kResidentThreads, 2)
+__global__ void __launch_bounds__(kRunThreads, 2)
     ResidentRunForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
                              float epsilon, Activation activation, float* mean, float* rstd,
                              E* y) {
@@ -159,8 +168,9 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
   if (!place.exists(cut)) return;  // a warp of its own
   Pack<E>* const slots = space.Slots<E>();
   float shift = ToNumber(x[place.slab * cut.group_size * cut.spatial]);
+  const Segment<kSize> first_segment(cut, place, 0);
   CopyParts parts(cut.steps);
-  ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int steps) {
+  ForSegments<kSize>(cut, place, first_segment, [&](const Segment<kSize>& segment, int first_slot, int steps) {
     CopySegment<E>(cut, place, segment, slots, first_slot, steps, &parts, x);
   });
   parts.AllIssued();
@@ -169,7 +179,7 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
   for (int round = 0;; ++round) {
     const ShiftedSums shifted = {shift, cut.share};
     Pair<float> sums = {0, 0};
-    ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int steps) {
+    ForSegments<kSize>(cut, place, first_segment, [&](const Segment<kSize>& segment, int first_slot, int steps) {
       const auto add = [&](int step, auto each) {
         float values[kSize];
         ToNumbers(slots[(first_slot + step) * cut.threads], values);
@@ -177,9 +187,9 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
       };
       segment.ForSteps(
           [&](int step) {
-            if (round == 0) parts.Wait(first_slot + step);
-            add(step, [](auto f) { ForElements<kSize>(0, kSize, f); });
+            return round == 0 ? parts.Ready(first_slot + step) - first_slot : segment.count;
           },
+          [&](int step) { add(step, [](auto f) { ForElements<kSize>(0, kSize, f); }); },
           [&](int step, int from, int to) {
             if (round == 0) parts.WaitUpTo(first_slot + steps);
             add(step, [&](auto f) { ForElements<kSize>(from, to, f); });
@@ -195,7 +205,7 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
     rstd[place.slab] = numbers.rstd;
   }
   WithActivation(activation, [&](auto tag) {
-    ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int) {
+    ForSegments<kSize>(cut, place, first_segment, [&](const Segment<kSize>& segment, int first_slot, int) {
       if (segment.count == 0) return;
       const int64_t channel = place.group * cut.group_size + segment.channel;
       const Normaliser<E> normalise(numbers, scale.LoadOne(place.n, channel, 1.0f),
@@ -208,7 +218,8 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
         return ToPack<E>(z);
       };
       E* const to = y + place.origin + segment.offset;
-      segment.ForSteps([&](int step) { StorePack(to + step * segment.stride, apply(step)); },
+      segment.ForSteps([&](int) { return segment.count; },
+                       [&](int step) { StorePack(to + step * segment.stride, apply(step)); },
                        [&](int step, int from, int end) {
                          StorePart(to + step * segment.stride, apply(step), from, end);
                        });
@@ -291,7 +302,7 @@ struct RunGradient {
 };
 
 template <typename E>
-__global__ void __launch_bounds__(kResidentThreads, 2)
+__global__ void __launch_bounds__(kRunThreads, 2)
     ResidentRunBackwardKernel(ResidentCut cut, BackwardInputs<E> in, Pair<float>* channel_rows,
                               E* dx) {
   constexpr int kSize = kPackSize<E>;
@@ -301,8 +312,9 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
   const RunPlace<kSize> place(cut, team.rank());
   if (!place.exists(cut)) return;  // a warp of its own
   Pack<E>* const slots = space.Slots<E>();
+  const Segment<kSize> first_segment(cut, place, 0);
   CopyParts parts(cut.steps);
-  ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int steps) {
+  ForSegments<kSize>(cut, place, first_segment, [&](const Segment<kSize>& segment, int first_slot, int steps) {
     CopySegment<E>(cut, place, segment, slots, first_slot, steps, &parts, in.x, in.dy);
   });
   parts.AllIssued();
@@ -313,7 +325,7 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
   Pair<float>* const segments =
       all_segments + (cut.solo() ? threadIdx.x / 32 * cut.items * place.owners : 0);
   WithActivation(in.activation, [&](auto tag) {
-    ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int steps) {
+    ForSegments<kSize>(cut, place, first_segment, [&](const Segment<kSize>& segment, int first_slot, int steps) {
       const auto at = gradient.Channel(segment);
       Pair<float> sums = {0, 0};
       const auto add = [&](int step, int from, int to) {
@@ -325,10 +337,8 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
         });
       };
       segment.ForSteps(
-          [&](int step) {
-            parts.Wait(first_slot + step);
-            add(step, 0, kSize);
-          },
+          [&](int step) { return parts.Ready(first_slot + step) - first_slot; },
+          [&](int step) { add(step, 0, kSize); },
           [&](int step, int from, int to) {
             parts.WaitUpTo(first_slot + steps);
             add(step, from, to);
@@ -348,7 +358,7 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
   const float constant = gradient.rstd * (total.first * cut.share);
   const float linear = gradient.rstd * (total.second * cut.share) * gradient.rstd;
   WithActivation(in.activation, [&](auto tag) {
-    ForSegments<kSize>(cut, place, [&](const Segment<kSize>& segment, int first_slot, int) {
+    ForSegments<kSize>(cut, place, first_segment, [&](const Segment<kSize>& segment, int first_slot, int) {
       const auto at = gradient.Channel(segment);
       const auto apply = [&](int step) {
         float deviation[kSize], dz[kSize];
@@ -360,7 +370,8 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
         return ToPack<E>(dz);
       };
       E* const to = dx + place.origin + segment.offset;
-      segment.ForSteps([&](int step) { StorePack(to + step * segment.stride, apply(step)); },
+      segment.ForSteps([&](int) { return segment.count; },
+                       [&](int step) { StorePack(to + step * segment.stride, apply(step)); },
                        [&](int step, int from, int end) {
                          StorePart(to + step * segment.stride, apply(step), from, end);
                        });

@@ -163,7 +163,7 @@ std::string Label(const Problem& p, const Plan& plan) {
          std::to_string(cuda::ResidentBlocks(cut));
 }
 
-constexpr size_t kLadder = 16;  // cuts of a problem that are timed
+constexpr size_t kLadder = 20;  // cuts of a problem that are timed
 
 // Cuts of the family "resident" that leave little room unused, evenly chosen.
 void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
