@@ -33,6 +33,10 @@ __device__ __forceinline__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+__device__ __forceinline__ void Prefetch(const void* global) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(global));
+}
+
 // Commits the copies of `steps` steps in parts, and waits for the parts in turn. A thread may have
 // none in some steps.
 class CopyParts {
@@ -112,8 +116,8 @@ __device__ __forceinline__ void StoreAtRank(const Pair<float>* place, int rank,
 #endif
 }
 
-// A pair of sums for each group of the slab, added up over the blocks of a team. Each round has its
-// own places: a block may be a round ahead.
+// A pair of sums for each group of the slab, added up over the blocks of a team. Exchanges take turns
+// at two sets of places: a block may be one exchange ahead of another.
 class Team {
  public:
   __device__ Team(const ResidentCut& cut, Pair<float>* places)
@@ -128,9 +132,9 @@ class Team {
     if (size_ > 1) ClusterWait();
   }
   // By all lanes of a warp, which hold the same pair.
-  __device__ __forceinline__ void Put(int round, int group, const Pair<float>& pair) const {
+  __device__ __forceinline__ void Put(int exchange, int group, const Pair<float>& pair) const {
     const int lane = threadIdx.x % 32;
-    Pair<float>* const place = Place(round, rank_, group);
+    Pair<float>* const place = Place(exchange, rank_, group);
     if (size_ == 1) {
       if (lane == 0) *place = pair;
     } else if (lane < size_) {
@@ -146,10 +150,10 @@ class Team {
       ClusterWait();
     }
   }
-  __device__ __forceinline__ Pair<float> Total(int round, int group) const {
+  __device__ __forceinline__ Pair<float> Total(int exchange, int group) const {
     Pair<float> sum = {0, 0};
     for (int rank = 0; rank < size_; ++rank) {
-      const Pair<float> pair = *Place(round, rank, group);
+      const Pair<float> pair = *Place(exchange, rank, group);
       sum.first += pair.first;
       sum.second += pair.second;
     }
@@ -157,12 +161,27 @@ class Team {
   }
 
  private:
-  __device__ __forceinline__ Pair<float>* Place(int round, int rank, int group) const {
-    return places_ + (round * size_ + rank) * groups_ + group;
+  __device__ __forceinline__ Pair<float>* Place(int exchange, int rank, int group) const {
+    return places_ + ((exchange & 1) * size_ + rank) * groups_ + group;
   }
 
-  Pair<float>* places_;  // [2 rounds][team][groups]
+  Pair<float>* places_;  // [2][team][groups]
   int size_, groups_, rank_;
+};
+
+// The slabs of a team (or of a warp alone), one after the other.
+struct SlabWalk {
+  unsigned first, end, stride;
+
+  __device__ explicit SlabWalk(const ResidentCut& cut) : end(static_cast<unsigned>(cut.slabs)) {
+    const unsigned team = static_cast<unsigned>(cut.team);
+    first = blockIdx.x / team;
+    stride = gridDim.x / team;
+    if (cut.solo()) {
+      first = first * (blockDim.x / 32) + threadIdx.x / 32;
+      stride *= blockDim.x / 32;
+    }
+  }
 };
 
 // What x is normalised by: mean is mean_high + mean_low.

@@ -5,34 +5,44 @@
 // Forward: copy x in; sums of each thread and group; over the block; over the team; write y.
 // Backward: copy x and dy in; sums of each channel, which are also a row of dscale's and dbias's
 // partial sums; of each group over the team; write dx.
+// A team goes on to another slab: as soon as a thread has taken a pack out of its place for the
+// writing, it asks for the next slab's, so that reading never stops.
 #include "resident_kernels.h"
 
 namespace jax_gn::cuda {
 namespace {
 
-// Where a thread stands.
+// Where a thread stands in every slab.
 template <int kSize>
 struct TilePlace {
   int rank, pack, line, steps;
-  int64_t n, first_group, channel;
-  int64_t offset, stride;  // of the first position, from one to the next, in elements
+  int64_t first, stride;  // position of the first step; elements from one to the next
 
-  __device__ explicit TilePlace(const ResidentCut& cut, int rank) : rank(rank) {
-    const unsigned slab = blockIdx.x / static_cast<unsigned>(cut.team);
-    const unsigned tiles = static_cast<unsigned>(cut.tiles);
-    n = slab / tiles;
-    const unsigned tile = slab - static_cast<unsigned>(n) * tiles;
+  __device__ TilePlace(const ResidentCut& cut, int rank) : rank(rank) {
     line = static_cast<int>(threadIdx.x / static_cast<unsigned>(cut.tile_packs));
     pack = static_cast<int>(threadIdx.x) - line * cut.tile_packs;
-    first_group = static_cast<int64_t>(tile) * cut.tile_groups;
-    channel = (static_cast<int64_t>(tile) * cut.tile_packs + pack) * kSize;
-    // Neighbouring blocks take neighbouring positions.
-    const int first = rank * cut.lines + line, apart = cut.lines * cut.team;
+    // Neighbouring blocks take neighbouring positions; the last warp may have threads to spare.
+    const int position = rank * cut.lines + line, apart = cut.lines * cut.team;
     const int spatial = static_cast<int>(cut.spatial);
-    // The last warp may have threads to spare.
-    steps = first < spatial && line < cut.lines ? (spatial - first + apart - 1) / apart : 0;
-    offset = (n * cut.spatial + first) * cut.channels + channel;
+    steps = position < spatial && line < cut.lines ? (spatial - position + apart - 1) / apart : 0;
+    first = position;
     stride = apart * cut.channels;
+  }
+};
+
+// A slab: a tile of a sample.
+template <int kSize>
+struct Tile {
+  int64_t n, first_group, channel;  // channel: the first of the thread
+  int64_t offset;                   // of its first position, in elements
+
+  __device__ Tile(const ResidentCut& cut, const TilePlace<kSize>& place, unsigned slab) {
+    const unsigned tiles = static_cast<unsigned>(cut.tiles), sample = slab / tiles;
+    const int64_t tile = slab - sample * tiles;
+    n = sample;
+    first_group = tile * cut.tile_groups;
+    channel = (tile * cut.tile_packs + place.pack) * kSize;
+    offset = (n * cut.spatial + place.first) * cut.channels + channel;
   }
 };
 
@@ -52,6 +62,24 @@ struct PackGroups {
       if (i == next) {
         starts |= 1u << i;
         next += size;
+      }
+    }
+  }
+  // Adds up the channels of each group, and stores the sums [slots][2] `apart` apart.
+  __device__ __forceinline__ void StoreSums(const Pair<float> (&sums)[kSize], float* to,
+                                            int apart) const {
+    Pair<float> sum = sums[0];
+#pragma unroll
+    for (int i = 1; i <= kSize; ++i) {
+      if (i == kSize || (starts >> i & 1u)) {
+        to[0] = sum.first;
+        to[apart] = sum.second;
+        to += 2 * apart;
+        sum = {0, 0};
+      }
+      if (i < kSize) {
+        sum.first += sums[i].first;
+        sum.second += sums[i].second;
       }
     }
   }
@@ -89,6 +117,62 @@ __device__ void ReduceTile(const ResidentCut& cut, const float* scratch, const T
   }
 }
 
+// The groups' results in space.numbers, from the packs in `slots`; the team's first block stores
+// them. `exchanges` counts the team's.
+template <typename E>
+__device__ __forceinline__ void TileStatistics(
+    const ResidentCut& cut, const TilePlace<kPackSize<E>>& place, const Tile<kPackSize<E>>& tile,
+    const PackGroups<kPackSize<E>>& groups, const ResidentShared& space, const Team& team,
+    const E* x, const Pack<E>* slots, CopyParts* parts, float epsilon, float* mean, float* rstd,
+    int* exchanges) {
+  constexpr int kSize = kPackSize<E>;
+  const E* const sample = x + tile.n * cut.spatial * cut.channels;
+  float shift[kSize], first_element = 0;  // of the group
+  groups.ForEach([&](int i, int group) {
+    if (i == 0 || (groups.starts >> i & 1u)) {
+      first_element = ToNumber(sample[(tile.first_group + group) * cut.group_size]);
+    }
+    shift[i] = first_element;
+  });
+  for (bool again = false;; again = true) {
+    Pair<float> sums[kSize] = {};
+    for (int step = 0; step < place.steps;) {
+      const int stop = again ? place.steps : min(place.steps, parts->Ready(step));
+#pragma unroll 2
+      for (; step < stop; ++step) {
+        float values[kSize];
+        ToNumbers(slots[step * cut.threads], values);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          ShiftedSums{shift[i], cut.share}.Add(values[i], sums[i]);
+        }
+      }
+    }
+    groups.StoreSums(sums, space.scratch + threadIdx.x, cut.threads);
+    __syncthreads();
+    if (*exchanges == 0) team.Begin();
+    ReduceTile<kSize>(cut, space.scratch, team, *exchanges);
+    team.Exchange();
+    bool good = true;
+    for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
+      const int64_t index = tile.first_group + group;
+      const float about =
+          again ? space.numbers[group].mean_high : ToNumber(sample[index * cut.group_size]);
+      GroupNumbers numbers;
+      good = FinishGroup(team.Total(*exchanges, group), {about, cut.share}, epsilon, &numbers) &&
+             good;
+      space.numbers[group] = numbers;
+      if (place.rank == 0) {
+        mean[tile.n * cut.groups + index] = numbers.mean_high;
+        rstd[tile.n * cut.groups + index] = numbers.rstd;
+      }
+    }
+    ++*exchanges;
+    if (__syncthreads_and(good) || again) return;
+    groups.ForEach([&](int i, int group) { shift[i] = space.numbers[group].mean_high; });
+  }
+}
+
 template <typename E>
 __global__ void __launch_bounds__(kTileThreads, 2)
     ResidentTileForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
@@ -101,100 +185,50 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   const TilePlace<kSize> place(cut, team.rank());
   const PackGroups<kSize> groups(cut, place.pack);
   Pack<E>* const slots = space.Slots<E>();
-  const E* const sample = x + place.n * cut.spatial * cut.channels;
-
-  float shift[kSize], first_element = 0;  // of the group
-  groups.ForEach([&](int i, int group) {
-    if (i == 0 || (groups.starts >> i & 1u)) {
-      first_element = ToNumber(sample[(place.first_group + group) * cut.group_size]);
-    }
-    shift[i] = first_element;
-  });
   CopyParts parts(cut.steps);
-  {
-    const E* from = x + place.offset;
-    unsigned to = SharedAddress(slots);
-    for (int step = 0; step < place.steps; ++step) {
-      CopyAsync(to, from);
-      from += place.stride;
-      to += cut.threads * kPackBytes;
-      parts.Issued(step);
+  const SlabWalk walk(cut);
+  Tile<kSize> tile(cut, place, walk.first);
+  for (int step = 0; step < place.steps; ++step) {
+    CopyAsync(SharedAddress(slots + step * cut.threads), x + tile.offset + step * place.stride);
+    parts.Issued(step);
+  }
+  parts.AllIssued();
+  int exchanges = 0;
+  for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride) {
+    TileStatistics<E>(cut, place, tile, groups, space, team, x, slots, &parts, epsilon, mean, rstd,
+                      &exchanges);
+    Normaliser<E> normalisers[kSize];
+    {
+      float scales[kSize], biases[kSize];
+      scale.Load(tile.n, tile.channel, kSize, 1.0f, scales);
+      bias.Load(tile.n, tile.channel, kSize, 0.0f, biases);
+      groups.ForEach([&](int i, int group) {
+        normalisers[i] = Normaliser<E>(space.numbers[group], scales[i], biases[i]);
+      });
     }
+    E* to = y + tile.offset;
+    const bool more = slab + walk.stride < walk.end;
+    if (more) {
+      tile = Tile<kSize>(cut, place, slab + walk.stride);
+      Prefetch(x + tile.n * cut.spatial * cut.channels + tile.channel);  // the shifts
+    }
+    const E* from = x + tile.offset;
+    WithActivation(activation, [&](auto tag) {
+#pragma unroll 2
+      for (int step = 0; step < place.steps; ++step) {
+        float z[kSize];
+        ToNumbers(slots[step * cut.threads], z);
+        if (more) CopyAsync(SharedAddress(slots + step * cut.threads), from);
+        parts.Issued(step);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) z[i] = Activate<tag()>(normalisers[i](z[i]));
+        StorePack(to, ToPack<E>(z));
+        from += place.stride;
+        to += place.stride;
+      }
+    });
     parts.AllIssued();
   }
-
-  for (int round = 0;; ++round) {
-    Pair<float> sums[kSize] = {};
-    for (int step = 0; step < place.steps;) {
-      const int stop = round == 0 ? min(place.steps, parts.Ready(step)) : place.steps;
-#pragma unroll 2
-      for (; step < stop; ++step) {
-        float values[kSize];
-        ToNumbers(slots[step * cut.threads], values);
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          ShiftedSums{shift[i], cut.share}.Add(values[i], sums[i]);
-        }
-      }
-    }
-    float* to = space.scratch + threadIdx.x;
-    Pair<float> sum = sums[0];
-#pragma unroll
-    for (int i = 1; i <= kSize; ++i) {
-      if (i == kSize || (groups.starts >> i & 1u)) {
-        to[0] = sum.first;
-        to[cut.threads] = sum.second;
-        to += 2 * cut.threads;
-        sum = {0, 0};
-      }
-      if (i < kSize) {
-        sum.first += sums[i].first;
-        sum.second += sums[i].second;
-      }
-    }
-    __syncthreads();
-    if (round == 0) team.Begin();
-    ReduceTile<kSize>(cut, space.scratch, team, round);
-    team.Exchange();
-    bool good = true;
-    for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
-      const int64_t index = place.first_group + group;
-      const float about = round == 0 ? ToNumber(sample[index * cut.group_size])
-                                     : space.numbers[group].mean_high;
-      GroupNumbers numbers;
-      good = FinishGroup(team.Total(round, group), {about, cut.share}, epsilon, &numbers) && good;
-      space.numbers[group] = numbers;
-      if (place.rank == 0) {
-        mean[place.n * cut.groups + index] = numbers.mean_high;
-        rstd[place.n * cut.groups + index] = numbers.rstd;
-      }
-    }
-    if (__syncthreads_and(good) || round == 1) break;
-    groups.ForEach([&](int i, int group) { shift[i] = space.numbers[group].mean_high; });
-  }
-
-  Normaliser<E> normalisers[kSize];
-  {
-    float scales[kSize], biases[kSize];
-    scale.Load(place.n, place.channel, kSize, 1.0f, scales);
-    bias.Load(place.n, place.channel, kSize, 0.0f, biases);
-    groups.ForEach([&](int i, int group) {
-      normalisers[i] = Normaliser<E>(space.numbers[group], scales[i], biases[i]);
-    });
-  }
-  WithActivation(activation, [&](auto tag) {
-    E* to = y + place.offset;
-#pragma unroll 2
-    for (int step = 0; step < place.steps; ++step, to += place.stride) {
-      float z[kSize];
-      ToNumbers(slots[step * cut.threads], z);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        z[i] = Activate<tag()>(normalisers[i](z[i]));
-      }
-      StorePack(to, ToPack<E>(z));
-    }
-  });
 }
 
 // What a thread of the backward pass knows of its channels.
@@ -205,24 +239,25 @@ struct TileGradient {
   int threads;
   float mean[kSize], slope[kSize], bias[kSize];  // slope: rstd * scale
 
-  __device__ TileGradient(const ResidentCut& cut, const TilePlace<kSize>& place,
+  __device__ TileGradient(const ResidentCut& cut, const Tile<kSize>& tile,
                           const PackGroups<kSize>& groups, const BackwardInputs<E>& in,
                           const Pack<E>* slots)
       : slots(slots), threads(cut.threads) {
-    in.scale.Load(place.n, place.channel, kSize, 1.0f, slope);
-    in.bias.Load(place.n, place.channel, kSize, 0.0f, bias);
+    in.scale.Load(tile.n, tile.channel, kSize, 1.0f, slope);
+    in.bias.Load(tile.n, tile.channel, kSize, 0.0f, bias);
     groups.ForEach([&](int i, int group) {
-      const int64_t index = place.n * cut.groups + place.first_group + group;
+      const int64_t index = tile.n * cut.groups + tile.first_group + group;
       mean[i] = in.mean[index];
       slope[i] *= in.rstd[index];
     });
   }
-  // x - mean and dz of a step.
-  template <Activation kActivation>
+  // x - mean and dz of a step. `taken` is called when both are out of shared memory.
+  template <Activation kActivation, typename Taken>
   __device__ __forceinline__ void Differentiate(int step, float (&deviation)[kSize],
-                                                float (&dz)[kSize]) const {
+                                                float (&dz)[kSize], Taken taken) const {
     ToNumbers(slots[2 * step * threads], deviation);
     ToNumbers(slots[(2 * step + 1) * threads], dz);
+    taken();
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       deviation[i] -= mean[i];
@@ -248,6 +283,45 @@ __device__ __forceinline__ void ReduceChannels(const ResidentCut& cut, const flo
   }
 }
 
+// What dx subtracts, for each group in space.numbers: rstd * mean(scale dz), and as mean_low
+// rstd^2 * mean(scale dz xhat), times x - mean; from the channels' sums in the scratch.
+template <typename E>
+__device__ __forceinline__ void TileSums(const ResidentCut& cut, const TilePlace<kPackSize<E>>& place,
+                                         const Tile<kPackSize<E>>& tile, const ResidentShared& space,
+                                         const Team& team, const BackwardInputs<E>& in,
+                                         Pair<float>* channel_rows, int exchange) {
+  constexpr int kSize = kPackSize<E>;
+  const int columns = cut.tile_packs * kSize, size = static_cast<int>(cut.group_size);
+  float* const channels = space.scratch + 2 * kSize * (cut.threads + 1);
+  __syncthreads();
+  ReduceChannels<kSize>(cut, space.scratch, channels);
+  __syncthreads();
+  if (exchange == 0) team.Begin();
+  const float* const rstd = in.rstd + tile.n * cut.groups + tile.first_group;
+  const int64_t first_channel = tile.first_group * size;
+  Pair<float>* const row =
+      channel_rows + (tile.n * cut.team + place.rank) * cut.channels + first_channel;
+  for (int group = threadIdx.x / 32; group < cut.tile_groups; group += cut.threads / 32) {
+    Pair<float> sums = {0, 0};
+    for (int i = threadIdx.x % 32; i < size; i += 32) {
+      const int column = group * size + i;
+      const Pair<float> sum = {channels[column], channels[columns + column] * rstd[group]};
+      const float factor = in.scale.LoadOne(tile.n, first_channel + column, 1.0f);
+      sums.first += factor * sum.first;
+      sums.second += factor * sum.second;
+      if (channel_rows != nullptr) row[column] = sum;
+    }
+    team.Put(exchange, group, WarpSum(sums));
+  }
+  team.Exchange();
+  for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
+    const Pair<float> sums = team.Total(exchange, group);
+    space.numbers[group] = {rstd[group] * (sums.first * cut.share),
+                            rstd[group] * (sums.second * cut.share) * rstd[group], 0, 0};
+  }
+  __syncthreads();
+}
+
 template <typename E>
 __global__ void __launch_bounds__(kTileThreads, 2)
     ResidentTileBackwardKernel(ResidentCut cut, BackwardInputs<E> in, Pair<float>* channel_rows,
@@ -260,92 +334,75 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   const PackGroups<kSize> groups(cut, place.pack);
   Pack<E>* const slots = space.Slots<E>();
   CopyParts parts(cut.steps);
-  {
-    const E *from_x = in.x + place.offset, *from_dy = in.dy + place.offset;
-    unsigned to = SharedAddress(slots);
-    for (int step = 0; step < place.steps; ++step) {
-      CopyAsync(to, from_x);
-      CopyAsync(to + cut.threads * kPackBytes, from_dy);
-      from_x += place.stride;
-      from_dy += place.stride;
-      to += 2 * cut.threads * kPackBytes;
-      parts.Issued(step);
-    }
-    parts.AllIssued();
+  const auto copy = [&](int step, int64_t at) {
+    CopyAsync(SharedAddress(slots + 2 * step * cut.threads), in.x + at);
+    CopyAsync(SharedAddress(slots + (2 * step + 1) * cut.threads), in.dy + at);
+  };
+  const SlabWalk walk(cut);
+  Tile<kSize> tile(cut, place, walk.first);
+  for (int step = 0; step < place.steps; ++step) {
+    copy(step, tile.offset + step * place.stride);
+    parts.Issued(step);
   }
-
-  const TileGradient<E> gradient(cut, place, groups, in, slots);
-  WithActivation(in.activation, [&](auto tag) {
-    Pair<float> sums[kSize] = {};
-    for (int step = 0; step < place.steps;) {
-      const int stop = min(place.steps, parts.Ready(step));
+  parts.AllIssued();
+  int exchange = 0;
+  for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride, ++exchange) {
+    const TileGradient<E> gradient(cut, tile, groups, in, slots);
+    WithActivation(in.activation, [&](auto tag) {
+      Pair<float> sums[kSize] = {};
+      for (int step = 0; step < place.steps;) {
+        const int stop = min(place.steps, parts.Ready(step));
 #pragma unroll 1
-      for (; step < stop; ++step) {
-        float deviation[kSize], dz[kSize];
-        gradient.template Differentiate<tag()>(step, deviation, dz);
+        for (; step < stop; ++step) {
+          float deviation[kSize], dz[kSize];
+          gradient.template Differentiate<tag()>(step, deviation, dz, [] {});
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          sums[i].first += dz[i];
-          sums[i].second = fmaf(dz[i], deviation[i], sums[i].second);
+          for (int i = 0; i < kSize; ++i) {
+            sums[i].first += dz[i];
+            sums[i].second = fmaf(dz[i], deviation[i], sums[i].second);
+          }
         }
       }
-    }
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      space.scratch[i * (cut.threads + 1) + threadIdx.x] = sums[i].first;
-      space.scratch[(kSize + i) * (cut.threads + 1) + threadIdx.x] = sums[i].second;
-    }
-  });
-  __syncthreads();
-  const int columns = cut.tile_packs * kSize, size = static_cast<int>(cut.group_size);
-  float* const channels = space.scratch + 2 * kSize * (cut.threads + 1);
-  ReduceChannels<kSize>(cut, space.scratch, channels);
-  __syncthreads();
-  team.Begin();
-  const int64_t first_channel = place.first_group * size;
-  for (int group = threadIdx.x / 32; group < cut.tile_groups; group += cut.threads / 32) {
-    const float group_rstd = in.rstd[place.n * cut.groups + place.first_group + group];
-    Pair<float> sums = {0, 0};
-    for (int i = threadIdx.x % 32; i < size; i += 32) {
-      const int column = group * size + i;
-      const Pair<float> sum = {channels[column], channels[columns + column] * group_rstd};
-      const float factor = in.scale.LoadOne(place.n, first_channel + column, 1.0f);
-      sums.first += factor * sum.first;
-      sums.second += factor * sum.second;
-      if (channel_rows != nullptr) {
-        channel_rows[(place.n * cut.team + place.rank) * cut.channels + first_channel + column] =
-            sum;
-      }
-    }
-    team.Put(0, group, WarpSum(sums));
-  }
-  team.Exchange();
-  for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
-    const Pair<float> sums = team.Total(0, group);
-    const float group_rstd = in.rstd[place.n * cut.groups + place.first_group + group];
-    // What dx subtracts: rstd * mean(scale dz), and rstd^2 * mean(scale dz xhat) times x - mean.
-    space.numbers[group] = {group_rstd * (sums.first * cut.share),
-                            group_rstd * (sums.second * cut.share) * group_rstd, 0, 0};
-  }
-  __syncthreads();
-  float constant[kSize], linear[kSize];
-  groups.ForEach([&](int i, int group) {
-    constant[i] = space.numbers[group].mean_high;
-    linear[i] = space.numbers[group].mean_low;
-  });
-  WithActivation(in.activation, [&](auto tag) {
-    E* to = dx + place.offset;
-#pragma unroll 2
-    for (int step = 0; step < place.steps; ++step, to += place.stride) {
-      float deviation[kSize], dz[kSize];
-      gradient.template Differentiate<tag()>(step, deviation, dz);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        dz[i] = gradient.slope[i] * dz[i] - constant[i] - deviation[i] * linear[i];
+        space.scratch[i * (cut.threads + 1) + threadIdx.x] = sums[i].first;
+        space.scratch[(kSize + i) * (cut.threads + 1) + threadIdx.x] = sums[i].second;
       }
-      StorePack(to, ToPack<E>(dz));
+    });
+    TileSums<E>(cut, place, tile, space, team, in, channel_rows, exchange);
+    float constant[kSize], linear[kSize];
+    groups.ForEach([&](int i, int group) {
+      constant[i] = space.numbers[group].mean_high;
+      linear[i] = space.numbers[group].mean_low;
+    });
+    E* to = dx + tile.offset;
+    const bool more = slab + walk.stride < walk.end;
+    if (more) {
+      tile = Tile<kSize>(cut, place, slab + walk.stride);
+      const int64_t group = tile.n * cut.groups + tile.first_group + groups.first;
+      Prefetch(in.mean + group);
+      Prefetch(in.rstd + group);
     }
-  });
+    int64_t from = tile.offset;
+    WithActivation(in.activation, [&](auto tag) {
+#pragma unroll 1
+      for (int step = 0; step < place.steps; ++step) {
+        float deviation[kSize], dz[kSize];
+        gradient.template Differentiate<tag()>(step, deviation, dz, [&] {
+          if (more) copy(step, from);
+          parts.Issued(step);
+        });
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          dz[i] = gradient.slope[i] * dz[i] - constant[i] - deviation[i] * linear[i];
+        }
+        StorePack(to, ToPack<E>(dz));
+        from += place.stride;
+        to += place.stride;
+      }
+    });
+    parts.AllIssued();
+  }
 }
 
 }  // namespace

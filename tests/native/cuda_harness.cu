@@ -3,8 +3,8 @@
 //   cuda_harness check [small] [bare] [unpoisoned]   the sweep: right numbers, intact guard bands
 //   cuda_harness repeat                              20 runs, 2 streams, CUDA graphs: equal bits
 //   cuda_harness plant out_of_bounds|uninitialised|race    a bug, for a sanitizer to find
-//   cuda_harness time NAME:N:SPATIAL:CHANNELS:GROUPS:ACTIVATION ...    JSON lines
-//   cuda_harness ladder ...                          the same for each cut of family "resident"
+//   cuda_harness time NAME:N:SPATIAL:CHANNELS:GROUPS:ACTIVATION ... [TYPE ...] [FAMILY ...]
+//   cuda_harness ladder ...                          the same, for cuts of family "resident" too
 //
 // Exits with 1 if a check failed.
 #include <algorithm>

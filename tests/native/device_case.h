@@ -88,7 +88,10 @@ inline void ChooseCut(const Problem& problem, int which, Plan* plan) {
                         [&](const cuda::ResidentCut& cut) { cuts.push_back(cut); });
   Plan chosen;
   const cuda::ResidentCut& cut = cuts[which % cuts.size()];
-  cuda::PlanResident(problem, cut, &chosen);
+  // As if on a small GPU, too: then teams have many slabs each.
+  DeviceLimits device;
+  device.multiprocessors = which % 3 == 0 ? 132 : which % 3 == 1 ? 16 : 1;
+  cuda::PlanResident(problem, cut, device, &chosen);
   chosen.workspace_bytes =
       std::max(plan->workspace_bytes, cuda::ResidentRows(problem, cut.team) * problem.channels * 8);
   *plan = chosen;

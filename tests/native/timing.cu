@@ -163,25 +163,27 @@ std::string Label(const Problem& p, const Plan& plan) {
          std::to_string(cuda::ResidentBlocks(cut));
 }
 
-constexpr size_t kLadder = 20;  // cuts of a problem that are timed
+constexpr size_t kLadder = 13;  // cuts of a problem that are timed
 
 // Cuts of the family "resident" that leave little room unused, evenly chosen.
 void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
+  const auto room = [](const cuda::ResidentCut& cut) {
+    return static_cast<double>(cut.slabs) * cut.team * cut.slab_threads * cut.steps;
+  };
   std::vector<cuda::ResidentCut> cuts, tight;
-  double best = 0;
+  double least = 1e30;
   cuda::ForResidentCuts(p, DeviceLimits(), [&](const cuda::ResidentCut& cut) {
     cuts.push_back(cut);
-    best = std::max(best, cuda::ResidentUse(p, cut));
+    least = std::min(least, room(cut));
   });
   for (const cuda::ResidentCut& cut : cuts) {
-    if (cuda::ResidentUse(p, cut) >= 0.85 * best && cut.threads <= 512) tight.push_back(cut);
+    if (room(cut) <= 1.15 * least) tight.push_back(cut);
   }
   const size_t apart = std::max<size_t>(1, tight.size() / kLadder);
   for (size_t i = 0; i < tight.size(); i += apart) {
-    const cuda::ResidentCut& cut = tight[i];
     Plan plan;
-    cuda::PlanResident(p, cut, &plan);
-    plan.workspace_bytes = cuda::ResidentRows(p, cut.team) * p.channels * 8 + 16;
+    cuda::PlanResident(p, tight[i], DeviceLimits(), &plan);
+    plan.workspace_bytes = cuda::ResidentRows(p, tight[i].team) * p.channels * 8 + 16;
     TimeOne(name, p, plan, Label(p, plan).c_str(), copy_seconds);
   }
 }
@@ -189,12 +191,16 @@ void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
 }  // namespace
 
 int Time(const std::vector<std::string>& arguments, bool ladder) {
-  std::vector<DType> dtypes = {DType::kBFloat16, DType::kFloat32};
+  std::vector<DType> dtypes;
+  std::vector<Family> families;
   for (const std::string& argument : arguments) {
-    if (const auto dtype = FromName<DType>(kDTypeNames, argument)) {
-      dtypes = {*dtype};
-      continue;
-    }
+    if (const auto dtype = FromName<DType>(kDTypeNames, argument)) dtypes.push_back(*dtype);
+    if (const auto family = FromName<Family>(kFamilyNames, argument)) families.push_back(*family);
+  }
+  if (dtypes.empty()) dtypes = {DType::kBFloat16, DType::kFloat32};
+  if (families.empty()) families = {Family::kAuto, Family::kStreaming, Family::kThreeStage};
+  for (const std::string& argument : arguments) {
+    if (argument.find(':') == std::string::npos) continue;
     std::vector<std::string> words;
     std::istringstream stream(argument);
     for (std::string word; std::getline(stream, word, ':');) words.push_back(word);
@@ -217,8 +223,7 @@ int Time(const std::vector<std::string>& arguments, bool ladder) {
         for (Layout layout : {Layout::kChannelsLast, Layout::kChannelsFirst}) {
           p.layout = layout;
           if (ladder) TimeCuts(words[0], p, copy_seconds);
-          for (Family family : {Family::kAuto, Family::kStreaming, Family::kThreeStage}) {
-            if (ladder && family == Family::kThreeStage) continue;
+          for (Family family : families) {
             Plan plan;
             if (!MakePlan(p, Platform::kCuda, DeviceLimits(), family, &plan).ok()) continue;
             if (family == Family::kAuto && plan.family == Family::kStreaming) continue;
