@@ -55,7 +55,8 @@ struct Plan {
   int64_t blocks = 1;
   // "resident": threads beside each other (of a tile's row, or of a channel's segment).
   int64_t width = 0;
-  int64_t block_slabs = 1;  // "resident": slabs of a block; more than one: a warp has one for itself
+  int64_t block_slabs =
+      1;  // "resident": slabs of a block; more than one: a warp has one for itself
 
   int64_t tiles(const Problem& problem) const {
     return (problem.channels + tile_channels - 1) / tile_channels;

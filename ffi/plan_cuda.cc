@@ -186,8 +186,8 @@ void PlanResident(const Problem& problem, const ResidentCut& cut, const DeviceLi
     plan->width = cut.lanes;
     plan->tile_channels = cut.group_size;
     plan->block_extent = CeilDiv(problem.group_elements(), cut.team);
-    plan->AddStage({forward ? "resident_run_forward" : "resident_run_backward", blocks,
-                    cut.threads, cut.shared_bytes});
+    plan->AddStage({forward ? "resident_run_forward" : "resident_run_backward", blocks, cut.threads,
+                    cut.shared_bytes});
   }
   AddParameterSums(problem, ResidentRows(problem, cut.team), plan);
 }
@@ -197,8 +197,9 @@ void PlanResident(const Problem& problem, const ResidentCut& cut, const DeviceLi
 Status MakeCudaPlan(const Problem& problem, const DeviceLimits& device, Family preference,
                     Plan* plan) {
   if (preference == Family::kBlocked) {
-    return JAX_GN_ERROR(kUnimplemented, "family 'blocked' has no CUDA code; use 'resident', "
-                                        "'streaming' or 'three_stage'");
+    return JAX_GN_ERROR(kUnimplemented,
+                        "family 'blocked' has no CUDA code; use 'resident', "
+                        "'streaming' or 'three_stage'");
   }
   const bool empty = problem.n == 0 || problem.spatial == 0;  // the launcher writes the results
   if (preference == Family::kThreeStage) {

@@ -27,6 +27,14 @@ DEVICES = (
     jax_gn.DeviceLimits(80, 108, 166912, 40 * 2**20),
     jax_gn.DeviceLimits(),
 )
+# Problems that an H200 holds on the chip in both passes, [N, *spatial, C] and groups.
+RESIDENT = {
+    "sd15_unet_64": ((16, 64, 64, 320), 32),
+    "sd15_unet_16": ((16, 16, 16, 1280), 32),
+    "bit_r50_28": ((128, 28, 28, 512), 32),
+    "mask_head_14": ((1024, 14, 14, 256), 32),
+    "edm_in64_64": ((32, 64, 64, 192), 32),
+}
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -148,11 +156,64 @@ def test_cuda_plans_of_any_device(case, layout, op):
             assert preference is not None  # without one, every problem is served on every device
             continue
         assert len({plan.workspace_bytes for plan in plans}) == 1
-        assert len({plan.family for plan in plans}) == 1
+        served = {preference} if preference else {"resident", "streaming"}
+        assert {plan.family for plan in plans} <= served
         for plan, device in zip(plans, DEVICES, strict=True):
             assert plan.arch == f"sm_{device.capability}"
             assert len(plan.kernels) == len(plan.grid) >= 1
             assert all(1 <= grid < 2**31 for grid in plan.grid)
+
+
+@pytest.mark.parametrize("layout", problems.LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", RESIDENT)
+def test_resident_fits_its_device(name, dtype, layout, op):
+    """Shared memory and threads of a block as the device has them; clusters from sm_90 on only: a
+    team of one block holds a slab of its own elsewhere."""
+    shape, groups = RESIDENT[name]
+    served = []
+    for device in (*DEVICES, jax_gn.DeviceLimits(120, 170, 101376, 96 * 2**20)):
+        stage = _planner_answer(op, dtype, layout, shape, groups, device)
+        served.append(stage["family"] == "resident")
+        if served[-1]:
+            assert stage["shared_bytes"][0] <= device.shared_memory_per_block
+            assert stage["threads"][0] <= 512 and stage["threads"][0] % 32 == 0
+            assert stage["bytes_moved"] == stage["bytes_compulsory"]
+    assert served[DEVICES.index(jax_gn.DeviceLimits())]
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 16, 60, 108, 132])
+def test_resident_grid_follows_the_device(multiprocessors, op):
+    """Teams that go on to other slabs: no more than there is room for, and at least one."""
+    shape, groups = RESIDENT["sd15_unet_64"]
+    device = dataclasses.replace(jax_gn.DeviceLimits(), multiprocessors=multiprocessors)
+    answer = _planner_answer(op, "bfloat16", "channels_last", shape, groups, device)
+    whole = _planner_answer(op, "bfloat16", "channels_last", shape, groups, jax_gn.DeviceLimits())
+    assert answer["family"] == "resident"
+    assert answer["threads"] == whole["threads"] and answer["shared_bytes"] == whole["shared_bytes"]
+    per_processor = 233472 // (answer["shared_bytes"][0] + 1024)
+    assert 1 <= answer["grid"][0] <= max(16, multiprocessors * per_processor)
+
+
+def _planner_answer(op, dtype, layout, shape, groups, device):
+    n, *spatial, channels = shape
+    return _ffi.planner().plan(
+        op=op,
+        dtype=dtype,
+        layout=layout,
+        activation="silu",
+        scale="per_channel",
+        bias="per_channel",
+        scale_dtype=dtype,
+        bias_dtype=dtype,
+        n=n,
+        spatial=math.prod(spatial),
+        channels=channels,
+        groups=groups,
+        platform="cuda",
+        preference="auto",
+        **dataclasses.asdict(device),
+    )
 
 
 # The named problems as they are, not cut: planning allocates nothing.

@@ -46,8 +46,8 @@ struct FeatureParameters {
 template <typename E, int kSize>
 __global__ void __launch_bounds__(kThreads)
     FeatureForwardKernel(RowCut cut, const E* x, Parameter scale, Parameter bias,
-                         Activation activation, Accumulator<E> epsilon, E* y,
-                         Accumulator<E>* mean, Accumulator<E>* rstd) {
+                         Activation activation, Accumulator<E> epsilon, E* y, Accumulator<E>* mean,
+                         Accumulator<E>* rstd) {
   using T = Accumulator<E>;
   const RowBlock block(cut, blockIdx.x);
   const RowThread thread = RowThread::Here<kSize>(cut, block);

@@ -18,8 +18,8 @@
 
 namespace jax_gn::internal {
 
-// Five instructions: exp and the reciprocal are special functions, each within 2 ULP (exp of a small
-// argument: |z| / 2 ULP more). Denormals are taken for 0, infinity has the reciprocal 0.
+// Five instructions: exp and the reciprocal are special functions, each within 2 ULP (exp of a
+// small argument: |z| / 2 ULP more). Denormals are taken for 0, infinity has the reciprocal 0.
 template <>
 JAX_GN_HOST_DEVICE SigmoidPair<float> SigmoidAndRest(float z) {
 #if defined(__CUDA_ARCH__)

@@ -116,8 +116,8 @@ __device__ __forceinline__ void StoreAtRank(const Pair<float>* place, int rank,
 #endif
 }
 
-// A pair of sums for each group of the slab, added up over the blocks of a team. Exchanges take turns
-// at two sets of places: a block may be one exchange ahead of another.
+// A pair of sums for each group of the slab, added up over the blocks of a team. Exchanges take
+// turns at two sets of places: a block may be one exchange ahead of another.
 class Team {
  public:
   __device__ Team(const ResidentCut& cut, Pair<float>* places)
@@ -233,7 +233,8 @@ struct Normaliser {
 
   Normaliser() = default;
   __device__ __forceinline__ Normaliser(const GroupNumbers& numbers, float scale, float bias)
-      : centre(numbers.mean_high), slope(numbers.rstd * scale),
+      : centre(numbers.mean_high),
+        slope(numbers.rstd * scale),
         offset(bias - numbers.mean_low * slope) {
     if constexpr (sizeof(E) == 2) offset -= centre * slope;
   }
@@ -269,8 +270,8 @@ Status LaunchResident(void (*kernel)(Parameters...), const char* name, const Res
   JAX_GN_TRY(check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                         static_cast<int>(limits.shared_memory_per_block))));
   if (cut.team > 8) {
-    JAX_GN_TRY(check(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
+    JAX_GN_TRY(
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = Grid(stage);

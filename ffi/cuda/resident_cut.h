@@ -26,13 +26,13 @@ inline constexpr int64_t kSharedPerProcessor = 228 << 10, kSharedPerBlockExtra =
 struct ResidentCut {
   int64_t n, spatial, channels, groups, group_size;
   int team, threads, steps;
-  int slab_threads;       // of a block's threads, those at one slab: all, or a warp alone
-  int tile_packs, lines;  // channels last: threads side by side, threads below each other
-  int tiles;              // channels last: of a sample
-  int lanes, segments;    // channels first: threads at a segment, a power of two; of a channel
-  int items, item_steps;  // channels first: segments that a thread visits in turn, packs in each
-  int segment_packs;      // channels first: of a segment
-  int tile_groups, slots; // groups of a tile; most groups that meet a pack
+  int slab_threads;        // of a block's threads, those at one slab: all, or a warp alone
+  int tile_packs, lines;   // channels last: threads side by side, threads below each other
+  int tiles;               // channels last: of a sample
+  int lanes, segments;     // channels first: threads at a segment, a power of two; of a channel
+  int items, item_steps;   // channels first: segments that a thread visits in turn, packs in each
+  int segment_packs;       // channels first: of a segment
+  int tile_groups, slots;  // groups of a tile; most groups that meet a pack
   int64_t slabs, shared_bytes;
   float share;  // 1 / elements of a group
 
@@ -81,8 +81,8 @@ inline ResidentCut ResidentBase(const Problem& problem, int team) {
   return cut;
 }
 
-// Channels last: a tile of `tile_packs`, `threads` a block, as many lines of them as that makes. Not
-// valid() if the problem can't be cut so.
+// Channels last: a tile of `tile_packs`, `threads` a block, as many lines of them as that makes.
+// Not valid() if the problem can't be cut so.
 inline ResidentCut CutTiles(const Problem& problem, int64_t tile_packs, int threads, int team) {
   const int64_t pack = ResidentPack(problem);
   const int64_t tile = tile_packs * pack;
@@ -103,8 +103,8 @@ inline ResidentCut CutTiles(const Problem& problem, int64_t tile_packs, int thre
   return cut;
 }
 
-// Channels first: `warps` a block, `lanes` threads at a segment of a channel. `solo`: each warp takes
-// a slab of its own, and no block waits for its other warps.
+// Channels first: `warps` a block, `lanes` threads at a segment of a channel. `solo`: each warp
+// takes a slab of its own, and no block waits for its other warps.
 inline ResidentCut CutSegments(const Problem& problem, int lanes, int warps, int team, bool solo) {
   const int64_t pack = ResidentPack(problem);
   ResidentCut cut = ResidentBase(problem, team);
@@ -181,7 +181,8 @@ void ForResidentCuts(const Problem& problem, const DeviceLimits& device, Visit v
 }
 
 // Teams that a device runs at once. Clusters can't use all multiprocessors, as they must not cross
-// the borders of their groups: measured on an H200, whose 132 hold so much of them at one block each.
+// the borders of their groups: measured on an H200, whose 132 hold so much of them at one block
+// each.
 inline int64_t ResidentTeams(const ResidentCut& cut, const DeviceLimits& device) {
   const double use = cut.team >= 16 ? 0.85 : cut.team >= 4 ? 0.88 : 1;
   const double blocks = static_cast<double>(device.multiprocessors * ResidentBlocks(cut)) * use;
@@ -194,10 +195,10 @@ inline int64_t ResidentRounds(const ResidentCut& cut, const DeviceLimits& device
   return CeilDiv(cut.slabs, at_once);
 }
 
-// Whether a team goes on to the next slab itself, reading ahead, rather than leaving it to a new one.
-// H200: where few blocks share a multiprocessor it takes 2 to 8 % less time, else up to 6 % more, as
-// blocks that begin at different times fill each other's waits. A group that begins inside a pack
-// can't take the place of another.
+// Whether a team goes on to the next slab itself, reading ahead, rather than leaving it to a new
+// one. H200: where few blocks share a multiprocessor it takes 2 to 8 % less time, else up to 6 %
+// more, as blocks that begin at different times fill each other's waits. A group that begins inside
+// a pack can't take the place of another.
 inline bool TeamsGoOn(const Problem& problem, const ResidentCut& cut) {
   const int64_t blocks = ResidentBlocks(cut);
   if (cut.rows()) return blocks <= 2;

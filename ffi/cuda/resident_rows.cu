@@ -49,8 +49,8 @@ struct Tile {
 // The groups that meet a thread's pack: their number within the tile, channel by channel.
 template <int kSize>
 struct PackGroups {
-  int first;              // of the tile's groups
-  unsigned starts = 0;    // bit i: channel i begins another group than channel i - 1
+  int first;            // of the tile's groups
+  unsigned starts = 0;  // bit i: channel i begins another group than channel i - 1
 
   __device__ PackGroups(const ResidentCut& cut, int pack) {
     const unsigned size = static_cast<unsigned>(cut.group_size);
@@ -159,8 +159,8 @@ __device__ __forceinline__ void TileStatistics(
       const float about =
           again ? space.numbers[group].mean_high : ToNumber(sample[index * cut.group_size]);
       GroupNumbers numbers;
-      good = FinishGroup(team.Total(*exchanges, group), {about, cut.share}, epsilon, &numbers) &&
-             good;
+      good =
+          FinishGroup(team.Total(*exchanges, group), {about, cut.share}, epsilon, &numbers) && good;
       space.numbers[group] = numbers;
       if (place.rank == 0) {
         mean[tile.n * cut.groups + index] = numbers.mean_high;
@@ -286,10 +286,12 @@ __device__ __forceinline__ void ReduceChannels(const ResidentCut& cut, const flo
 // What dx subtracts, for each group in space.numbers: rstd * mean(scale dz), and as mean_low
 // rstd^2 * mean(scale dz xhat), times x - mean; from the channels' sums in the scratch.
 template <typename E>
-__device__ __forceinline__ void TileSums(const ResidentCut& cut, const TilePlace<kPackSize<E>>& place,
-                                         const Tile<kPackSize<E>>& tile, const ResidentShared& space,
-                                         const Team& team, const BackwardInputs<E>& in,
-                                         Pair<float>* channel_rows, int exchange) {
+__device__ __forceinline__ void TileSums(const ResidentCut& cut,
+                                         const TilePlace<kPackSize<E>>& place,
+                                         const Tile<kPackSize<E>>& tile,
+                                         const ResidentShared& space, const Team& team,
+                                         const BackwardInputs<E>& in, Pair<float>* channel_rows,
+                                         int exchange) {
   constexpr int kSize = kPackSize<E>;
   const int columns = cut.tile_packs * kSize, size = static_cast<int>(cut.group_size);
   float* const channels = space.scratch + 2 * kSize * (cut.threads + 1);
@@ -421,11 +423,10 @@ template <typename E>
 Status LaunchResidentTileBackward(const Problem& problem, const ResidentCut& cut,
                                   const Stage& stage, const BackwardArgs& args,
                                   cudaStream_t stream) {
-  return LaunchResident(
-      ResidentTileBackwardKernel<E>, "ResidentTileBackwardKernel", cut, stage, stream, cut,
-      BackwardInputs<E>(problem, args),
-      HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
-      static_cast<E*>(args.dx));
+  return LaunchResident(ResidentTileBackwardKernel<E>, "ResidentTileBackwardKernel", cut, stage,
+                        stream, cut, BackwardInputs<E>(problem, args),
+                        HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
+                        static_cast<E*>(args.dx));
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                     \

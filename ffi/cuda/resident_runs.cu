@@ -1,14 +1,14 @@
-// Channels first, resident: a team of blocks (or a warp alone) holds a group of one sample in shared
-// memory. `lanes` neighbouring threads take a segment of a channel, pack by pack in turn, and then
-// `items` - 1 others, so that scale and bias are one number at a time. Packs lie on 16-byte
-// boundaries, wherever a channel begins: those at its ends are shared with its neighbours, and worked
-// on in part.
+// Channels first, resident: a team of blocks (or a warp alone) holds a group of one sample in
+// shared memory. `lanes` neighbouring threads take a segment of a channel, pack by pack in turn,
+// and then `items` - 1 others, so that scale and bias are one number at a time. Packs lie on
+// 16-byte boundaries, wherever a channel begins: those at its ends are shared with its neighbours,
+// and worked on in part.
 //
 // Forward: copy x in; sums of each thread; over the block; over the team; write y.
-// Backward: copy x and dy in; sums of each segment, whose sums by channel are also a row of dscale's
-// and dbias's partial sums; over the block; over the team; write dx.
-// Where all groups begin with a pack, a team goes on to another: as soon as a thread has taken a pack
-// out of its place for the writing, it asks for the next slab's, so that reading never stops.
+// Backward: copy x and dy in; sums of each segment, whose sums by channel are also a row of
+// dscale's and dbias's partial sums; over the block; over the team; write dx. Where all groups
+// begin with a pack, a team goes on to another: as soon as a thread has taken a pack out of its
+// place for the writing, it asks for the next slab's, so that reading never stops.
 #include "resident_kernels.h"
 
 namespace jax_gn::cuda {
@@ -169,23 +169,23 @@ __device__ __forceinline__ GroupNumbers RunStatistics(
   ShiftedSums shifted = {ToNumber(x[run.origin + run.phase]), cut.share};
   for (bool again = false;; again = true) {
     Pair<float> sums = {0, 0};
-    ForSegments<kSize>(cut, place, run.phase, first_segment, [&](const Segment<kSize>& segment,
-                                                                 int first_slot) {
-      const auto add = [&](int step, int from, int to) {
-        float values[kSize];
-        ToNumbers(slots[(first_slot + step) * cut.threads], values);
-        ForElements<kSize>(from, to, [&](int i) { shifted.Add(values[i], sums); });
-      };
-      segment.ForWhole(
-          [&](int step) {
-            return again ? segment.count : parts->Ready(first_slot + step) - first_slot;
-          },
-          [&](int step) { add(step, 0, kSize); });
-      segment.ForParts([&](int step, int from, int to) {
-        if (!again) parts->WaitUpTo(first_slot + cut.item_steps);
-        add(step, from, to);
-      });
-    });
+    ForSegments<kSize>(
+        cut, place, run.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
+          const auto add = [&](int step, int from, int to) {
+            float values[kSize];
+            ToNumbers(slots[(first_slot + step) * cut.threads], values);
+            ForElements<kSize>(from, to, [&](int i) { shifted.Add(values[i], sums); });
+          };
+          segment.ForWhole(
+              [&](int step) {
+                return again ? segment.count : parts->Ready(first_slot + step) - first_slot;
+              },
+              [&](int step) { add(step, 0, kSize); });
+          segment.ForParts([&](int step, int from, int to) {
+            if (!again) parts->WaitUpTo(first_slot + cut.item_steps);
+            add(step, from, to);
+          });
+        });
     sums = SlabSum(cut, sums, reinterpret_cast<Pair<float>*>(space.scratch), team, *exchanges);
     ++*exchanges;
     GroupNumbers numbers;
@@ -197,8 +197,7 @@ __device__ __forceinline__ GroupNumbers RunStatistics(
 template <typename E>
 __global__ void __launch_bounds__(kRunThreads, 2)
     ResidentRunForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
-                             float epsilon, Activation activation, float* mean, float* rstd,
-                             E* y) {
+                             float epsilon, Activation activation, float* mean, float* rstd, E* y) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
   const ResidentShared space(cut, shared, cut.steps);
@@ -230,33 +229,34 @@ __global__ void __launch_bounds__(kRunThreads, 2)
       Prefetch(x + run.origin);  // the shift
     }
     WithActivation(activation, [&](auto tag) {
-      ForSegments<kSize>(cut, place, now.phase, first_segment, [&](const Segment<kSize>& segment,
-                                                                   int first_slot) {
-        const int64_t channel = now.first_channel + segment.channel;
-        const Normaliser<E> normalise(
-            numbers, segment.count > 0 ? scale.LoadOne(now.n, channel, 1.0f) : 0,
-            segment.count > 0 ? bias.LoadOne(now.n, channel, 0.0f) : 0);
-        E* const to = y + now.origin + segment.offset;
-        const E* const from = x + run.origin + segment.offset;
-        const auto apply = [&](int step) {
-          Pack<E>* const slot = slots + (first_slot + step) * cut.threads;
-          float z[kSize];
-          ToNumbers(*slot, z);
-          if (more) CopyAsync(SharedAddress(slot), from + step * segment.stride);
+      ForSegments<kSize>(cut, place, now.phase, first_segment,
+                         [&](const Segment<kSize>& segment, int first_slot) {
+                           const int64_t channel = now.first_channel + segment.channel;
+                           const Normaliser<E> normalise(
+                               numbers, segment.count > 0 ? scale.LoadOne(now.n, channel, 1.0f) : 0,
+                               segment.count > 0 ? bias.LoadOne(now.n, channel, 0.0f) : 0);
+                           E* const to = y + now.origin + segment.offset;
+                           const E* const from = x + run.origin + segment.offset;
+                           const auto apply = [&](int step) {
+                             Pack<E>* const slot = slots + (first_slot + step) * cut.threads;
+                             float z[kSize];
+                             ToNumbers(*slot, z);
+                             if (more) CopyAsync(SharedAddress(slot), from + step * segment.stride);
 #pragma unroll
-          for (int i = 0; i < kSize; ++i) z[i] = Activate<tag()>(normalise(z[i]));
-          return ToPack<E>(z);
-        };
-        segment.ForParts([&](int step, int begin, int end) {
-          StorePart(to + step * segment.stride, apply(step), begin, end);
-        });
-        segment.ForWhole([&](int) { return segment.count; },
-                         [&](int step) {
-                           StorePack(to + step * segment.stride, apply(step));
-                           parts.Issued(first_slot + step);
+                             for (int i = 0; i < kSize; ++i)
+                               z[i] = Activate<tag()>(normalise(z[i]));
+                             return ToPack<E>(z);
+                           };
+                           segment.ForParts([&](int step, int begin, int end) {
+                             StorePart(to + step * segment.stride, apply(step), begin, end);
+                           });
+                           segment.ForWhole([&](int) { return segment.count; },
+                                            [&](int step) {
+                                              StorePack(to + step * segment.stride, apply(step));
+                                              parts.Issued(first_slot + step);
+                                            });
+                           parts.IssuedUpTo(first_slot + cut.item_steps);
                          });
-        parts.IssuedUpTo(first_slot + cut.item_steps);
-      });
     });
     parts.AllIssued();
   }
@@ -265,10 +265,9 @@ __global__ void __launch_bounds__(kRunThreads, 2)
 // From the segments' sums, [items][owners]: those of the channels, into the row of dscale's and
 // dbias's partial sums; and times scale, in each thread those of some segments.
 template <int kSize>
-__device__ __forceinline__ Pair<float> ReduceSegments(const ResidentCut& cut,
-                                                      const RunPlace& place, const Run<kSize>& run,
-                                                      const Parameter& scale, float rstd,
-                                                      const Pair<float>* segments,
+__device__ __forceinline__ Pair<float> ReduceSegments(const ResidentCut& cut, const RunPlace& place,
+                                                      const Run<kSize>& run, const Parameter& scale,
+                                                      float rstd, const Pair<float>* segments,
                                                       Pair<float>* channel_rows) {
   const int count = cut.items * place.owners, first = place.rank * count;
   const int size = static_cast<int>(cut.group_size);
@@ -309,10 +308,15 @@ struct RunGradient {
   int64_t n, first_channel;
   float mean, rstd;
 
-  __device__ RunGradient(const ResidentCut& cut, const Run<kSize>& run,
-                         const BackwardInputs<E>& in, Pack<E>* slots)
-      : cut(cut), in(in), slots(slots), n(run.n), first_channel(run.first_channel),
-        mean(in.mean[run.slab]), rstd(in.rstd[run.slab]) {}
+  __device__ RunGradient(const ResidentCut& cut, const Run<kSize>& run, const BackwardInputs<E>& in,
+                         Pack<E>* slots)
+      : cut(cut),
+        in(in),
+        slots(slots),
+        n(run.n),
+        first_channel(run.first_channel),
+        mean(in.mean[run.slab]),
+        rstd(in.rstd[run.slab]) {}
 
   __device__ __forceinline__ AtChannel Channel(const Segment<kSize>& segment) const {
     if (segment.count == 0) return {0, 0};
@@ -339,35 +343,35 @@ struct RunGradient {
 // Leaves the sums of each segment, of dz and dz * (x - mean), in `segments` [items][owners].
 template <typename E>
 __device__ __forceinline__ void SumSegments(const ResidentCut& cut, const RunPlace& place,
-                                            int phase,
-                                            const Segment<kPackSize<E>>& first_segment,
+                                            int phase, const Segment<kPackSize<E>>& first_segment,
                                             const RunGradient<E>& gradient, CopyParts* parts,
                                             Pair<float>* segments) {
   constexpr int kSize = kPackSize<E>;
   WithActivation(gradient.in.activation, [&](auto tag) {
     Pair<float>* result = segments + place.owner;
-    ForSegments<kSize>(cut, place, phase, first_segment, [&](const Segment<kSize>& segment,
-                                                             int first_slot) {
-      const auto at = gradient.Channel(segment);
-      Pair<float> sums = {0, 0};
-      const auto add = [&](int step, int from, int to) {
-        float deviation[kSize], dz[kSize];
-        gradient.template Differentiate<tag()>(first_slot + step, at, deviation, dz, [](Pack<E>*) {});
-        ForElements<kSize>(from, to, [&](int i) {
-          sums.first += dz[i];
-          sums.second = fmaf(dz[i], deviation[i], sums.second);
+    ForSegments<kSize>(
+        cut, place, phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
+          const auto at = gradient.Channel(segment);
+          Pair<float> sums = {0, 0};
+          const auto add = [&](int step, int from, int to) {
+            float deviation[kSize], dz[kSize];
+            gradient.template Differentiate<tag()>(first_slot + step, at, deviation, dz,
+                                                   [](Pack<E>*) {});
+            ForElements<kSize>(from, to, [&](int i) {
+              sums.first += dz[i];
+              sums.second = fmaf(dz[i], deviation[i], sums.second);
+            });
+          };
+          segment.ForWhole([&](int step) { return parts->Ready(first_slot + step) - first_slot; },
+                           [&](int step) { add(step, 0, kSize); });
+          segment.ForParts([&](int step, int from, int to) {
+            parts->WaitUpTo(first_slot + cut.item_steps);
+            add(step, from, to);
+          });
+          sums = WarpSum(sums, cut.lanes);
+          if (place.lane == 0) *result = sums;
+          result += place.owners;
         });
-      };
-      segment.ForWhole([&](int step) { return parts->Ready(first_slot + step) - first_slot; },
-                       [&](int step) { add(step, 0, kSize); });
-      segment.ForParts([&](int step, int from, int to) {
-        parts->WaitUpTo(first_slot + cut.item_steps);
-        add(step, from, to);
-      });
-      sums = WarpSum(sums, cut.lanes);
-      if (place.lane == 0) *result = sums;
-      result += place.owners;
-    });
   });
 }
 
@@ -386,11 +390,10 @@ __global__ void __launch_bounds__(kRunThreads, 2)
   CopyParts parts(cut.steps);
   Run<kSize> run(cut, walk.first);
   const Segment<kSize> first_segment(cut, place, run.phase, 0);
-  ForSegments<kSize>(cut, place, run.phase, first_segment,
-                     [&](const Segment<kSize>& segment, int first_slot) {
-                       CopySegment<E>(cut, run.origin, segment, slots, first_slot, &parts, in.x,
-                                      in.dy);
-                     });
+  ForSegments<kSize>(
+      cut, place, run.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
+        CopySegment<E>(cut, run.origin, segment, slots, first_slot, &parts, in.x, in.dy);
+      });
   parts.AllIssued();
   // [items][owners] for each slab of the block, and behind them what SlabSum needs.
   Pair<float>* const warp_sums = reinterpret_cast<Pair<float>*>(space.scratch);
@@ -418,35 +421,36 @@ __global__ void __launch_bounds__(kRunThreads, 2)
       Prefetch(in.rstd + run.slab);
     }
     WithActivation(in.activation, [&](auto tag) {
-      ForSegments<kSize>(cut, place, now.phase, first_segment, [&](const Segment<kSize>& segment,
-                                                                   int first_slot) {
-        const auto at = gradient.Channel(segment);
-        E* const to = dx + now.origin + segment.offset;
-        const int64_t from = run.origin + segment.offset;
-        const auto apply = [&](int step) {
-          float deviation[kSize], dz[kSize];
-          gradient.template Differentiate<tag()>(
-              first_slot + step, at, deviation, dz, [&](Pack<E>* packs) {
-                if (!more) return;
-                CopyAsync(SharedAddress(packs), in.x + from + step * segment.stride);
-                CopyAsync(SharedAddress(packs + cut.threads), in.dy + from + step * segment.stride);
-              });
+      ForSegments<kSize>(
+          cut, place, now.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
+            const auto at = gradient.Channel(segment);
+            E* const to = dx + now.origin + segment.offset;
+            const int64_t from = run.origin + segment.offset;
+            const auto apply = [&](int step) {
+              float deviation[kSize], dz[kSize];
+              gradient.template Differentiate<tag()>(
+                  first_slot + step, at, deviation, dz, [&](Pack<E>* packs) {
+                    if (!more) return;
+                    CopyAsync(SharedAddress(packs), in.x + from + step * segment.stride);
+                    CopyAsync(SharedAddress(packs + cut.threads),
+                              in.dy + from + step * segment.stride);
+                  });
 #pragma unroll
-          for (int i = 0; i < kSize; ++i) {
-            dz[i] = at.slope * dz[i] - constant - deviation[i] * linear;
-          }
-          return ToPack<E>(dz);
-        };
-        segment.ForParts([&](int step, int begin, int end) {
-          StorePart(to + step * segment.stride, apply(step), begin, end);
-        });
-        segment.ForWhole([&](int) { return segment.count; },
-                         [&](int step) {
-                           StorePack(to + step * segment.stride, apply(step));
-                           parts.Issued(first_slot + step);
-                         });
-        parts.IssuedUpTo(first_slot + cut.item_steps);
-      });
+              for (int i = 0; i < kSize; ++i) {
+                dz[i] = at.slope * dz[i] - constant - deviation[i] * linear;
+              }
+              return ToPack<E>(dz);
+            };
+            segment.ForParts([&](int step, int begin, int end) {
+              StorePart(to + step * segment.stride, apply(step), begin, end);
+            });
+            segment.ForWhole([&](int) { return segment.count; },
+                             [&](int step) {
+                               StorePack(to + step * segment.stride, apply(step));
+                               parts.Issued(first_slot + step);
+                             });
+            parts.IssuedUpTo(first_slot + cut.item_steps);
+          });
     });
     parts.AllIssued();
   }
@@ -457,8 +461,8 @@ __global__ void __launch_bounds__(kRunThreads, 2)
 template <typename E>
 Status LaunchResidentRunForward(const Problem& problem, const ResidentCut& cut, const Stage& stage,
                                 const ForwardArgs& args, cudaStream_t stream) {
-  return LaunchResident(ResidentRunForwardKernel<E>, "ResidentRunForwardKernel", cut, stage,
-                        stream, cut, static_cast<const E*>(args.x), ScaleOf(problem, args),
+  return LaunchResident(ResidentRunForwardKernel<E>, "ResidentRunForwardKernel", cut, stage, stream,
+                        cut, static_cast<const E*>(args.x), ScaleOf(problem, args),
                         BiasOf(problem, args), static_cast<float>(args.epsilon), problem.activation,
                         static_cast<float*>(args.mean), static_cast<float*>(args.rstd),
                         static_cast<E*>(args.y));
@@ -467,11 +471,10 @@ Status LaunchResidentRunForward(const Problem& problem, const ResidentCut& cut, 
 template <typename E>
 Status LaunchResidentRunBackward(const Problem& problem, const ResidentCut& cut, const Stage& stage,
                                  const BackwardArgs& args, cudaStream_t stream) {
-  return LaunchResident(
-      ResidentRunBackwardKernel<E>, "ResidentRunBackwardKernel", cut, stage, stream, cut,
-      BackwardInputs<E>(problem, args),
-      HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
-      static_cast<E*>(args.dx));
+  return LaunchResident(ResidentRunBackwardKernel<E>, "ResidentRunBackwardKernel", cut, stage,
+                        stream, cut, BackwardInputs<E>(problem, args),
+                        HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
+                        static_cast<E*>(args.dx));
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                    \

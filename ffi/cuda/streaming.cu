@@ -62,9 +62,8 @@ Status Backward(const Problem& problem, const Plan& plan, const BackwardArgs& ar
   }
   for (const Param form : {Param::kPerChannel, Param::kPerSample}) {
     if (problem.scale != form && problem.bias != form) continue;
-    JAX_GN_TRY(LaunchParameterSums<Accumulator<E>>(problem, *stage++, args, form,
-                                                   LayOut(problem).channel_rows,
-                                                   space.channel_rows, stream));
+    JAX_GN_TRY(LaunchParameterSums<Accumulator<E>>(
+        problem, *stage++, args, form, LayOut(problem).channel_rows, space.channel_rows, stream));
   }
   return Status();
 }

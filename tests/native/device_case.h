@@ -100,9 +100,7 @@ inline void ChooseCut(const Problem& problem, int which, Plan* plan) {
 class DeviceCase {
  public:
   DeviceCase(const Case& the_case, const Numbers& numbers, const BufferStyle& style)
-      : forward_(the_case.problem),
-        backward_(the_case.problem),
-        status_(MakePlans(the_case)) {
+      : forward_(the_case.problem), backward_(the_case.problem), status_(MakePlans(the_case)) {
     const Problem& p = forward_;
     const auto make = [&](int64_t count, DType dtype, int64_t offset = 0) {
       buffers_.push_back(
@@ -189,9 +187,9 @@ class DeviceCase {
     JAX_GN_TRY(MakePlan(forward_, Platform::kCuda, limits, the_case.family, &forward_plan_));
     if (the_case.cut >= 0) ChooseCut(forward_, the_case.cut, &forward_plan_);
     // The backward pass needs twice the room: it may be another family's.
-    JAX_GN_TRY(MakePlan(
-        backward_, Platform::kCuda, limits,
-        the_case.family == Family::kResident ? Family::kAuto : the_case.family, &backward_plan_));
+    JAX_GN_TRY(MakePlan(backward_, Platform::kCuda, limits,
+                        the_case.family == Family::kResident ? Family::kAuto : the_case.family,
+                        &backward_plan_));
     if (the_case.cut >= 0) ChooseCut(backward_, the_case.cut, &backward_plan_);
     return Status();
   }

@@ -18,7 +18,7 @@ struct Case {
   Family family = Family::kStreaming;
   double epsilon = 1e-5;
   double mean = 0.5, spread = 1.0;
-  int cut = -1;  // family "resident": which of the cuts there are; -1: the planner's
+  int cut = -1;        // family "resident": which of the cuts there are; -1: the planner's
   int misaligned = 0;  // elements by which every tensor is off a 16-byte border
 
   std::string Name() const;

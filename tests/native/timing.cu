@@ -144,7 +144,8 @@ void TimeOne(const std::string& name, const Problem& p, const Plan& plan, const 
   const double bytes = static_cast<double>(CompulsoryBytes(p));
   std::printf(
       "{\"problem\": \"%s\", \"op\": \"%s\", \"dtype\": \"%s\", \"layout\": \"%s\", \"family\": "
-      "\"%s\", \"plan\": \"%s\", \"us\": %.2f, \"copy_us\": %.2f, \"gb_per_s\": %.0f, \"ratio_to_copy\": %.3f%s}\n",
+      "\"%s\", \"plan\": \"%s\", \"us\": %.2f, \"copy_us\": %.2f, \"gb_per_s\": %.0f, "
+      "\"ratio_to_copy\": %.3f%s}\n",
       name.c_str(), kOpNames[static_cast<int>(p.op)].data(),
       kDTypeNames[static_cast<int>(p.dtype)].data(),
       kLayoutNames[static_cast<int>(p.layout)].data(),
@@ -158,9 +159,8 @@ std::string Label(const Problem& p, const Plan& plan) {
   if (plan.family != Family::kResident) return "";
   const cuda::ResidentCut cut = cuda::CutOf(p, plan);
   return "width " + std::to_string(plan.width) + " threads " + std::to_string(cut.threads) +
-         (cut.solo() ? " solo" : "") + " team " +
-         std::to_string(cut.team) + " steps " + std::to_string(cut.steps) + " blocks " +
-         std::to_string(cuda::ResidentBlocks(cut));
+         (cut.solo() ? " solo" : "") + " team " + std::to_string(cut.team) + " steps " +
+         std::to_string(cut.steps) + " blocks " + std::to_string(cuda::ResidentBlocks(cut));
 }
 
 constexpr size_t kLadder = 13;  // cuts of a problem that are timed
