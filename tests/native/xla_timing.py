@@ -1,16 +1,12 @@
-""
-    "Device time of Flax's GroupNorm under XLA, and of jax_gn's calls through JAX, as JSON lines.
+"""Device time of Flax's GroupNorm under XLA, and of jax_gn's calls through JAX, as JSON lines.
 
-    python xla_timing.py OUTPUT[PROBLEM...]
+    python xla_timing.py OUTPUT [PROBLEM ...]
 
-    Forward,
-    and forward + backward(jax.vjp), each one jitted program,
-    over inputs that take turns(together more than 320 MB, so that none is in the L2 cache)
-        .Time is the sum of the durations of the kernels that the program ran,
-    as CUPTI reports them through jax.profiler, a call : gaps between kernels are not in it,
-                                                         which favours whoever has more kernels
-                                                             .The median over calls would need their
-                                                         borders in the trace; it is the mean over the calls of one trace.
+Forward, and forward + backward (jax.vjp), each one jitted program, over inputs that take turns
+(together more than 320 MB, so that none is in the L2 cache). Time is the sum of the durations of
+the kernels that the program ran, as CUPTI reports them through jax.profiler, a call: gaps between
+kernels are not in it, which favours whoever has more kernels. The median over calls would need
+their borders in the trace; it is the mean over the calls of one trace.
 """
 
 import functools
@@ -29,7 +25,7 @@ import jax_gn
 ROOT = pathlib.Path(__file__).parents[2]
 WORKING_SET = 320 * 2**20
 CALLS = 12
-#Reduced : compilation takes longer than the timing.The most wanted first, should time run out.
+# Reduced: compilation takes longer than the timing. The most wanted first, should time run out.
 COMBINATIONS = (
     ("bfloat16", "channels_last"),
     ("bfloat16", "channels_first"),
