@@ -211,7 +211,10 @@ Status MakeCudaPlan(const Problem& problem, const DeviceLimits& device, Family p
     return CheckGrids(*plan);
   }
   cuda::ResidentCut cut = {};
-  if (preference != Family::kStreaming && !empty) cut = ChooseResident(problem, device);
+  // float32 by itself not yet: on an H200 its sums were up to 1.5 times further off than the tests
+  // allow, and the kernels as they are now, which take them in two levels, have not run there.
+  const bool choice = preference == Family::kAuto && problem.dtype != DType::kFloat32;
+  if ((choice || preference == Family::kResident) && !empty) cut = ChooseResident(problem, device);
   if (preference == Family::kResident && !cut.valid()) {
     return JAX_GN_ERROR(kUnimplemented,
                         "family 'resident' has no room for this problem (a group, or 128 bytes of "
@@ -226,7 +229,7 @@ Status MakeCudaPlan(const Problem& problem, const DeviceLimits& device, Family p
     PlanStreaming(problem, plan);
   }
   plan->workspace_bytes = cuda::LayOut(problem).bytes;
-  if (preference != Family::kStreaming) {
+  if (choice || preference == Family::kResident) {
     plan->workspace_bytes = std::max(plan->workspace_bytes, ResidentWorkspace(problem));
   }
   return CheckGrids(*plan);

@@ -206,10 +206,13 @@ struct ShiftedSums {
 inline constexpr float kWorstShift = 16;  // squared, in standard deviations
 inline constexpr float kInfinity = HUGE_VALF;
 
-// 1 / sqrt(x) within an ULP, in a quarter of the instructions that the two functions take.
+// 1 / sqrt(x), correctly rounded but for a few values: a Newton step with the residual in full. A
+// quarter of the instructions that the two functions take.
 __device__ __forceinline__ float InverseRoot(float x) {
   const float r = rsqrtf(x);
-  return r > 0 && r < kInfinity ? r * fmaf(-0.5f * x * r, r, 1.5f) : r;
+  const float root = x * r, rest = fmaf(x, r, -root);  // x r, in two parts
+  const float residual = fmaf(rest, r, fmaf(root, r, -1.0f));
+  return r > 0 && r < kInfinity ? fmaf(-0.5f * r, residual, r) : r;
 }
 
 // The group's results from those sums. Returns whether the shift was good enough. In float32: the
@@ -225,9 +228,7 @@ __device__ __forceinline__ bool FinishGroup(const Pair<float>& sums, const Shift
   return !(sums.first * sums.first > kWorstShift * variance);
 }
 
-// z of x, for one channel. 16-bit elements take one instruction: what rounding leaves when the mean
-// is large, a deviation in float32 relative to the mean, is far below their own.
-template <typename E>
+// z of x, for one channel. The mean comes off first: a constant group gives bias exactly.
 struct Normaliser {
   float centre, slope, offset;
 
@@ -235,11 +236,8 @@ struct Normaliser {
   __device__ __forceinline__ Normaliser(const GroupNumbers& numbers, float scale, float bias)
       : centre(numbers.mean_high),
         slope(numbers.rstd * scale),
-        offset(bias - numbers.mean_low * slope) {
-    if constexpr (sizeof(E) == 2) offset -= centre * slope;
-  }
+        offset(bias - numbers.mean_low * slope) {}
   __device__ __forceinline__ float operator()(float x) const {
-    if constexpr (sizeof(E) == 2) return fmaf(x, slope, offset);
     return (x - centre) * slope + offset;
   }
 };
@@ -255,6 +253,34 @@ __device__ __forceinline__ float FastBackward(float dy, float z) {
     return ActivationBackward<kActivation>(dy, z);
   }
 }
+
+// Whether sums are taken in two levels, so that fewer roundings follow one another: float32
+// elements feel them, and leave the registers for it.
+template <typename E>
+inline constexpr bool kTwoLevels = sizeof(E) == 4;
+
+// The sums of a thread's channels. Add to `part`, and call EndPart after a few positions.
+template <typename E, int kSize>
+struct ChannelSums {
+  Pair<float> part[kSize] = {}, whole[kTwoLevels<E> ? kSize : 1] = {};
+
+  __device__ __forceinline__ void EndPart() {
+    if constexpr (kTwoLevels<E>) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        whole[i] = {whole[i].first + part[i].first, whole[i].second + part[i].second};
+        part[i] = {0, 0};
+      }
+    }
+  }
+  __device__ __forceinline__ const Pair<float> (&Total() const)[kSize] {
+    if constexpr (kTwoLevels<E>) {
+      return whole;
+    } else {
+      return part;
+    }
+  }
+};
 
 // Launches `kernel` with teams as clusters.
 template <typename... Parameters, typename... Arguments>

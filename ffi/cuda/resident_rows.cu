@@ -135,20 +135,21 @@ __device__ __forceinline__ void TileStatistics(
     shift[i] = first_element;
   });
   for (bool again = false;; again = true) {
-    Pair<float> sums[kSize] = {};
-    for (int step = 0; step < place.steps;) {
-      const int stop = again ? place.steps : min(place.steps, parts->Ready(step));
+    ChannelSums<E, kSize> sums;
+    for (int step = 0; step < place.steps; sums.EndPart()) {
+      const int stop = again ? min(place.steps, step + cut.steps / kCopyParts + 1)
+                             : min(place.steps, parts->Ready(step));
 #pragma unroll 2
       for (; step < stop; ++step) {
         float values[kSize];
         ToNumbers(slots[step * cut.threads], values);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
-          ShiftedSums{shift[i], cut.share}.Add(values[i], sums[i]);
+          ShiftedSums{shift[i], cut.share}.Add(values[i], sums.part[i]);
         }
       }
     }
-    groups.StoreSums(sums, space.scratch + threadIdx.x, cut.threads);
+    groups.StoreSums(sums.Total(), space.scratch + threadIdx.x, cut.threads);
     __syncthreads();
     if (*exchanges == 0) team.Begin();
     ReduceTile<kSize>(cut, space.scratch, team, *exchanges);
@@ -197,13 +198,13 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride) {
     TileStatistics<E>(cut, place, tile, groups, space, team, x, slots, &parts, epsilon, mean, rstd,
                       &exchanges);
-    Normaliser<E> normalisers[kSize];
+    Normaliser normalisers[kSize];
     {
       float scales[kSize], biases[kSize];
       scale.Load(tile.n, tile.channel, kSize, 1.0f, scales);
       bias.Load(tile.n, tile.channel, kSize, 0.0f, biases);
       groups.ForEach([&](int i, int group) {
-        normalisers[i] = Normaliser<E>(space.numbers[group], scales[i], biases[i]);
+        normalisers[i] = Normaliser(space.numbers[group], scales[i], biases[i]);
       });
     }
     E* to = y + tile.offset;
@@ -351,8 +352,8 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride, ++exchange) {
     const TileGradient<E> gradient(cut, tile, groups, in, slots);
     WithActivation(in.activation, [&](auto tag) {
-      Pair<float> sums[kSize] = {};
-      for (int step = 0; step < place.steps;) {
+      ChannelSums<E, kSize> sums;
+      for (int step = 0; step < place.steps; sums.EndPart()) {
         const int stop = min(place.steps, parts.Ready(step));
 #pragma unroll 1
         for (; step < stop; ++step) {
@@ -360,15 +361,15 @@ __global__ void __launch_bounds__(kTileThreads, 2)
           gradient.template Differentiate<tag()>(step, deviation, dz, [] {});
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
-            sums[i].first += dz[i];
-            sums[i].second = fmaf(dz[i], deviation[i], sums[i].second);
+            sums.part[i].first += dz[i];
+            sums.part[i].second = fmaf(dz[i], deviation[i], sums.part[i].second);
           }
         }
       }
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        space.scratch[i * (cut.threads + 1) + threadIdx.x] = sums[i].first;
-        space.scratch[(kSize + i) * (cut.threads + 1) + threadIdx.x] = sums[i].second;
+        space.scratch[i * (cut.threads + 1) + threadIdx.x] = sums.Total()[i].first;
+        space.scratch[(kSize + i) * (cut.threads + 1) + threadIdx.x] = sums.Total()[i].second;
       }
     });
     TileSums<E>(cut, place, tile, space, team, in, channel_rows, exchange);

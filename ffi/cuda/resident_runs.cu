@@ -173,8 +173,11 @@ __device__ __forceinline__ GroupNumbers RunStatistics(
         cut, place, run.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
           const auto add = [&](int step, int from, int to) {
             float values[kSize];
+            Pair<float> pack = {0, 0};
+            Pair<float>& into = kTwoLevels<E> ? pack : sums;
             ToNumbers(slots[(first_slot + step) * cut.threads], values);
-            ForElements<kSize>(from, to, [&](int i) { shifted.Add(values[i], sums); });
+            ForElements<kSize>(from, to, [&](int i) { shifted.Add(values[i], into); });
+            if (kTwoLevels<E>) sums = {sums.first + pack.first, sums.second + pack.second};
           };
           segment.ForWhole(
               [&](int step) {
@@ -229,34 +232,33 @@ __global__ void __launch_bounds__(kRunThreads, 2)
       Prefetch(x + run.origin);  // the shift
     }
     WithActivation(activation, [&](auto tag) {
-      ForSegments<kSize>(cut, place, now.phase, first_segment,
-                         [&](const Segment<kSize>& segment, int first_slot) {
-                           const int64_t channel = now.first_channel + segment.channel;
-                           const Normaliser<E> normalise(
-                               numbers, segment.count > 0 ? scale.LoadOne(now.n, channel, 1.0f) : 0,
-                               segment.count > 0 ? bias.LoadOne(now.n, channel, 0.0f) : 0);
-                           E* const to = y + now.origin + segment.offset;
-                           const E* const from = x + run.origin + segment.offset;
-                           const auto apply = [&](int step) {
-                             Pack<E>* const slot = slots + (first_slot + step) * cut.threads;
-                             float z[kSize];
-                             ToNumbers(*slot, z);
-                             if (more) CopyAsync(SharedAddress(slot), from + step * segment.stride);
+      ForSegments<kSize>(
+          cut, place, now.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
+            const int64_t channel = now.first_channel + segment.channel;
+            const Normaliser normalise(numbers,
+                                       segment.count > 0 ? scale.LoadOne(now.n, channel, 1.0f) : 0,
+                                       segment.count > 0 ? bias.LoadOne(now.n, channel, 0.0f) : 0);
+            E* const to = y + now.origin + segment.offset;
+            const E* const from = x + run.origin + segment.offset;
+            const auto apply = [&](int step) {
+              Pack<E>* const slot = slots + (first_slot + step) * cut.threads;
+              float z[kSize];
+              ToNumbers(*slot, z);
+              if (more) CopyAsync(SharedAddress(slot), from + step * segment.stride);
 #pragma unroll
-                             for (int i = 0; i < kSize; ++i)
-                               z[i] = Activate<tag()>(normalise(z[i]));
-                             return ToPack<E>(z);
-                           };
-                           segment.ForParts([&](int step, int begin, int end) {
-                             StorePart(to + step * segment.stride, apply(step), begin, end);
-                           });
-                           segment.ForWhole([&](int) { return segment.count; },
-                                            [&](int step) {
-                                              StorePack(to + step * segment.stride, apply(step));
-                                              parts.Issued(first_slot + step);
-                                            });
-                           parts.IssuedUpTo(first_slot + cut.item_steps);
-                         });
+              for (int i = 0; i < kSize; ++i) z[i] = Activate<tag()>(normalise(z[i]));
+              return ToPack<E>(z);
+            };
+            segment.ForParts([&](int step, int begin, int end) {
+              StorePart(to + step * segment.stride, apply(step), begin, end);
+            });
+            segment.ForWhole([&](int) { return segment.count; },
+                             [&](int step) {
+                               StorePack(to + step * segment.stride, apply(step));
+                               parts.Issued(first_slot + step);
+                             });
+            parts.IssuedUpTo(first_slot + cut.item_steps);
+          });
     });
     parts.AllIssued();
   }
@@ -357,10 +359,13 @@ __device__ __forceinline__ void SumSegments(const ResidentCut& cut, const RunPla
             float deviation[kSize], dz[kSize];
             gradient.template Differentiate<tag()>(first_slot + step, at, deviation, dz,
                                                    [](Pack<E>*) {});
+            Pair<float> pack = {0, 0};
+            Pair<float>& into = kTwoLevels<E> ? pack : sums;
             ForElements<kSize>(from, to, [&](int i) {
-              sums.first += dz[i];
-              sums.second = fmaf(dz[i], deviation[i], sums.second);
+              into.first += dz[i];
+              into.second = fmaf(dz[i], deviation[i], into.second);
             });
+            if (kTwoLevels<E>) sums = {sums.first + pack.first, sums.second + pack.second};
           };
           segment.ForWhole([&](int step) { return parts->Ready(first_slot + step) - first_slot; },
                            [&](int step) { add(step, 0, kSize); });
