@@ -111,6 +111,8 @@ def apply(layer: Layer, x, learned, given, mask):
         for name, value in zip(_NAMES, given, strict=True)
     )
     dtype = result_dtype(x, *learned, dtype=layer.dtype)
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        x = x.real  # what Flax makes of it
     compute = jnp.promote_types(x.dtype, dtype)
     if not jnp.issubdtype(x.dtype, jnp.inexact):  # integers need not fit a short result type
         compute = jnp.promote_types(compute, jnp.float32)
@@ -124,7 +126,7 @@ def apply(layer: Layer, x, learned, given, mask):
         y = _definition(layer, x, scale, bias, mask, activation)
     else:
         groups: Any = ONE_CHANNEL_A_GROUP if layer.num_groups is None else layer.num_groups
-        y = group_norm(
+        y: Any = group_norm(
             x.reshape(call.shape),
             _parameter(scale, call, features, compute),
             _parameter(bias, call, features, compute),
@@ -190,7 +192,7 @@ def _parameter(value, call: _KernelCall, features: tuple[int, ...], compute):
     if value is None:
         return None
     if jnp.dtype(value.dtype).name not in ACCUMULATORS:
-        value = value.astype(compute)
+        value = jnp.asarray(value, compute)
     channels = math.prod(features)
     if value.ndim == len(features):
         return value.reshape(channels)
