@@ -135,8 +135,8 @@ def standardized(x, axes: tuple[int, ...], *, epsilon: float, mask=None, across=
 
     Args:
       x: of the accumulator type, or complex: var is then the mean of |x - mean|².
-      mask: where to take mean and var from, of x's shape. Elsewhere x is normalized too if that is
-        finite, else 0, without a derivative; a group that is masked throughout gives 0.
+      mask: where to take mean and var from, of x's shape. Elsewhere x is normalized too, or
+        0 without a derivative if it is not finite or huge; a group masked throughout gives 0.
       across: (axis_name, axis_index_groups) of the devices that the axes go on over.
     """
 
@@ -161,8 +161,9 @@ def standardized(x, axes: tuple[int, ...], *, epsilon: float, mask=None, across=
     rstd = 1 / jnp.sqrt(var + epsilon)
     if mask is None:
         return xc * rstd
-    finite = jnp.isfinite(jax.lax.stop_gradient((x - shift - offset) * rstd))
-    usable = (mask | finite) & (count > 0)
+    # Not too large for an activation's powers of it either.
+    size = jnp.abs(jax.lax.stop_gradient((x - shift - offset) * rstd))
+    usable = (mask | (size < jnp.finfo(real).max ** 0.25)) & (count > 0)
     return jnp.where(usable, (jnp.where(usable, x, shift) - shift - offset) * rstd, 0)
 
 

@@ -10,6 +10,7 @@ of a model that exists. What differs is the computation:
   accepted and changes nothing.
 * `activation` and `implementation`, of `jax_gn.group_norm`, are two arguments more.
 * A call takes scale and bias, per channel or per sample, for AdaGN and FiLM.
+* `nnx.vmap(layer)(x)` works: mask, scale and bias may be positional, too.
 * mask may have size 1 in any axis, the channels too. A sample that is masked throughout gives
   `activation(bias)`, not NaN; with `axis_name`, devices count by their unmasked elements.
 * Where Flax's nnx GroupNorm departs from its documentation (and from linen), this one keeps to it:
@@ -71,7 +72,7 @@ class GroupNorm(nnx.GroupNorm):
         super().__init__(*args, **kwargs)
         _set_ours(self, activation, implementation)
 
-    def __call__(self, x, *, mask=None, scale=None, bias=None):
+    def __call__(self, x, mask=None, scale=None, bias=None):
         """activation(layer(x) * scale + bias), `layer` with its learned scale and bias.
 
         Args:
@@ -124,7 +125,7 @@ class InstanceNorm(nnx.InstanceNorm):
         super().__init__(*args, **kwargs)
         _set_ours(self, activation, implementation)
 
-    def __call__(self, x, *, mask=None, scale=None, bias=None):
+    def __call__(self, x, mask=None, scale=None, bias=None):
         """activation(layer(x) * scale + bias): see `GroupNorm`.
 
         Args:
