@@ -175,11 +175,16 @@ def swap_norms(
     Raises:
       ValueError: a path in `fold_silu` that names no norm followed by silu. Nothing is changed.
     """
-    modules = {".".join(map(str, path)): (path, m) for path, m in nnx.iter_modules(model)}
+    modules = {
+        ".".join(map(str, path)): (path, node)
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Module)
+    }
     swapped = {name: m for name, (_, m) in modules.items() if type(m) in _SWAPS}
     folds = [_silu_after(name, modules) for name in _unique(fold_silu)]
     for layer in swapped.values():
-        layer.__class__ = _SWAPS[type(layer)]
+        # object's: nnx's own would list the class among the layer's attributes.
+        object.__setattr__(layer, "__class__", _SWAPS[type(layer)])
         _set_ours(layer, None, implementation)
     for layer, sequence, position in folds:
         layer.activation = "silu"
