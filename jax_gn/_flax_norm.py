@@ -126,7 +126,7 @@ def apply(layer: Layer, x, learned, given, mask):
         y = _definition(layer, x, scale, bias, mask, activation)
     else:
         groups: Any = ONE_CHANNEL_A_GROUP if layer.num_groups is None else layer.num_groups
-        y: Any = group_norm(
+        y = group_norm(
             x.reshape(call.shape),
             _parameter(scale, call, features, compute),
             _parameter(bias, call, features, compute),
@@ -135,7 +135,8 @@ def apply(layer: Layer, x, learned, given, mask):
             channel_axis=call.channel_axis,
             activation=activation,
             implementation=layer.implementation,
-        ).reshape(x.shape)
+        )
+        y = jnp.reshape(y, x.shape)  # pyright: ignore[reportArgumentType]
     return y.astype(dtype)
 
 

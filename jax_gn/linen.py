@@ -50,7 +50,7 @@ class GroupNorm(linen.GroupNorm):
     implementation: str | Sequence[str] | None = None
 
     @linen.compact
-    def __call__(self, x, mask=None, scale=None, bias=None):
+    def __call__(self, x, mask=None, scale=None, bias=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """activation(layer(x) * scale + bias), `layer` with its learned scale and bias.
 
         Args:
@@ -113,7 +113,7 @@ class InstanceNorm(linen.InstanceNorm):
     implementation: str | Sequence[str] | None = None
 
     @linen.compact
-    def __call__(self, x, mask=None, scale=None, bias=None):
+    def __call__(self, x, mask=None, scale=None, bias=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """activation(layer(x) * scale + bias): see `GroupNorm`.
 
         Args:

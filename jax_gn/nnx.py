@@ -72,7 +72,7 @@ class GroupNorm(nnx.GroupNorm):
         super().__init__(*args, **kwargs)
         _set_ours(self, activation, implementation)
 
-    def __call__(self, x, mask=None, scale=None, bias=None):
+    def __call__(self, x, mask=None, scale=None, bias=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """activation(layer(x) * scale + bias), `layer` with its learned scale and bias.
 
         Args:
@@ -125,7 +125,7 @@ class InstanceNorm(nnx.InstanceNorm):
         super().__init__(*args, **kwargs)
         _set_ours(self, activation, implementation)
 
-    def __call__(self, x, mask=None, scale=None, bias=None):
+    def __call__(self, x, mask=None, scale=None, bias=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """activation(layer(x) * scale + bias): see `GroupNorm`.
 
         Args:
