@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +54,11 @@ def layer_of(module, reduced: tuple[int, ...], features: tuple[int, ...], num_gr
     return Layer(reduced, features, num_groups, **options)
 
 
-def missing_flax(module: str, error: ModuleNotFoundError) -> ImportError:
-    """The error to raise where `from flax import ...` failed with `error`."""
+def raise_missing_flax(module: str, error: ModuleNotFoundError) -> NoReturn:
+    """Where `from flax import ...` failed with `error`."""
     if error.name != "flax":
-        return error  # Flax is there, and something that it needs is not
-    return ImportError(f"{module} needs Flax: write `pip install 'flax>=0.12'`")
+        raise error  # Flax is there, and something that it needs is not
+    raise ImportError(f"{module} needs Flax: write `pip install 'flax>=0.12'`") from error
 
 
 def canonical_axes(what: str, axes: int | Iterable[int], rank: int) -> tuple[int, ...]:
@@ -107,8 +107,7 @@ def apply(layer: Layer, x, learned, given, mask):
         _learned(name, value, features) for name, value in zip(_NAMES, learned, strict=True)
     )
     given = tuple(
-        _given(name, value, x.shape, layer, features)
-        for name, value in zip(_NAMES, given, strict=True)
+        _given(name, value, x, layer, features) for name, value in zip(_NAMES, given, strict=True)
     )
     dtype = result_dtype(x, *learned, dtype=layer.dtype)
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -161,19 +160,19 @@ def _learned(name: str, value, features: tuple[int, ...]):
     return value.reshape(features)
 
 
-def _given(name: str, value, shape: tuple[int, ...], layer: Layer, features: tuple[int, ...]):
+def _given(name: str, value, x, layer: Layer, features: tuple[int, ...]):
     """A scale or bias of the call, `features` or `(N, *features)`."""
     if value is None:
         return None
     value = jnp.asarray(value)
-    allowed = [features] if 0 in layer.features else [features, (shape[0], *features)]
+    allowed = [features] if 0 in layer.features else [features, (x.shape[0], *features)]
     if value.shape not in allowed:
         fitting = [s for s in allowed if math.prod(s) == value.size]
         hint = f": write {name}.reshape({fitting[-1]})" if fitting else ""
         shapes = " or, per sample, ".join(map(str, allowed))
         raise ValueError(f"{name} must have shape {shapes}, got {value.shape}{hint}")
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
-        raise TypeError(f"{name} must be a floating point array, got {value.dtype}")
+    if not jnp.issubdtype(value.dtype, jnp.inexact if jnp.iscomplexobj(x) else jnp.floating):
+        raise TypeError(f"{name} must be a floating point array for {x.dtype} x, got {value.dtype}")
     return value
 
 

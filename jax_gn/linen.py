@@ -24,12 +24,12 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from ._flax_norm import apply, canonical_axes, group_axes, layer_of, missing_flax
+from ._flax_norm import apply, canonical_axes, group_axes, layer_of, raise_missing_flax
 
 try:
     from flax import linen
 except ModuleNotFoundError as error:
-    raise missing_flax(__name__, error) from error
+    raise_missing_flax(__name__, error)
 
 __all__ = ["GroupNorm", "InstanceNorm"]
 

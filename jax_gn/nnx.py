@@ -34,16 +34,15 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 
-from ._flax_norm import apply, canonical_axes, group_axes, layer_of, missing_flax
+from ._flax_norm import apply, canonical_axes, group_axes, layer_of, raise_missing_flax
 from ._problem import check_activation
 
 try:
     from flax import nnx
 except ModuleNotFoundError as error:
-    raise missing_flax(__name__, error) from error
+    raise_missing_flax(__name__, error)
 
 __all__ = ["GroupNorm", "InstanceNorm", "swap_norms"]
-
 
 _FLAX_NAMES = {"num_channels": "num_features", "eps": "epsilon", "affine": "use_scale, use_bias"}
 
@@ -173,7 +172,8 @@ def swap_norms(
       The paths of the changed layers, such as "down.0.norm1".
 
     Raises:
-      ValueError: a path in `fold_silu` that names no norm followed by silu. Nothing is changed.
+      ValueError: a path in `fold_silu` that names no norm followed by silu, or one that stands in
+        several places. Nothing is changed then.
     """
     modules = {
         ".".join(map(str, path)): (path, node)
@@ -182,6 +182,7 @@ def swap_norms(
     }
     swapped = {name: m for name, (_, m) in modules.items() if type(m) in _SWAPS}
     folds = [_silu_after(name, modules) for name in _unique(fold_silu)]
+    _check_used_once(model, [norm for norm, _, _ in folds])
     for layer in swapped.values():
         # object's: nnx's own would list the class among the layer's attributes.
         object.__setattr__(layer, "__class__", _SWAPS[type(layer)])
@@ -222,6 +223,25 @@ def _silu_after(name: str, modules: dict):
         f"fold_silu: {name!r} is not followed by nnx.silu in an nnx.Sequential: where the model "
         f'calls silu itself, delete that call and write model.{name}.activation = "silu"'
     )
+
+
+def _check_used_once(model: nnx.Module, norms: list) -> None:
+    """A norm that stands elsewhere too would get the silu there as well."""
+    places = dict.fromkeys(map(id, norms), 0)
+    for _, node in nnx.iter_graph(model):
+        values = node.values() if isinstance(node, dict) else ()
+        if isinstance(node, list | tuple | nnx.List):
+            values = list(node)
+        elif isinstance(node, nnx.Module):
+            values = vars(node).values()
+        for value in values:
+            if id(value) in places:
+                places[id(value)] += 1
+    if many := [n for n in places.values() if n > 1]:
+        raise ValueError(
+            f"fold_silu: a norm that is named stands in {many[0]} places, and silu may "
+            "follow it in one of them only: give each place its own"
+        )
 
 
 def _identity(x):

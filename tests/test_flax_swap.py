@@ -82,6 +82,14 @@ def test_equals_a_layer_made_anew():
     assert flax.nnx.graphdef(swapped) == flax.nnx.graphdef(made)
 
 
+def test_fold_of_a_shared_norm():
+    norm = flax.nnx.GroupNorm(24, 4, **EXACT)
+    model = flax.nnx.Sequential(norm, flax.nnx.silu, norm)
+    with pytest.raises(ValueError, match="stands in 2 places"):
+        swap_norms(model, fold_silu=["layers.0"])
+    assert type(norm) is flax.nnx.GroupNorm
+
+
 @pytest.mark.parametrize(
     ("fold", "error", "text"),
     [
