@@ -50,7 +50,7 @@ def test_sd_unet(tmp_path):
     assert "norms' part" in printed
     moved = {name: row["layout_changes"]["in_program"] for name, row in results.items()}
     if jax.default_backend() == "cpu":  # no transpose is there because of the kernels
-        assert moved["fused"] == moved["none"]
+        assert moved["fused"] <= moved["none"]
 
 
 def test_hlo_layouts(tmp_path):
