@@ -3,7 +3,7 @@
     make demo                                      # or, with the package installed:
     python examples/digits_diffusion.py [--steps 600] [--width 16] [--out demo_out/digits.png]
 
-The same model is trained twice, in alternating steps: once with `jax_gn.group_norm`, once with
+The same model is trained twice, in alternating steps: once with `jax_gn.nnx.GroupNorm`, once with
 Flax's own `nnx.GroupNorm`. Initial parameters, batches and noise are identical, so the two loss
 curves should lie on one another; what differs is the time a step takes and the memory it needs.
 
@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
-import jax_gn
+import jax_gn.nnx
 
 jax.config.update("jax_default_prng_impl", "rbg")  # init: 9 s of CPU to compile, threefry 22
 NUM_GROUPS = 8
@@ -38,29 +38,27 @@ EMA_RATE = 0.01  # of the averaged weights that the samples are drawn with
 SAMPLING_STEPS = 40
 
 
-class KernelNorm(nnx.Module):
-    """silu(norm(x) * (1 + gain) + shift), gain and shift [N, C] or 0: all in one jax_gn call."""
+class KernelNorm(jax_gn.nnx.GroupNorm):
+    """silu(norm(x) * (1 + gain) + shift), gain and shift [N, C] or 0: all in one kernel call."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
-        self.scale = nnx.Param(jnp.ones(channels))
-        self.bias = nnx.Param(jnp.zeros(channels))
+        super().__init__(channels, num_groups=NUM_GROUPS, activation="silu", rngs=rngs)
 
-    def __call__(self, x, gain=0.0, shift=0.0):
-        # Folded into scale and bias, which become (N, C): only these small arrays are touched here.
-        scale = self.scale[...] * (1 + gain)
-        bias = self.bias[...] * (1 + gain) + shift
-        return jax_gn.group_norm(x, scale, bias, num_groups=NUM_GROUPS, activation="silu")
+    def __call__(self, x, gain=None, shift=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().__call__(x, scale=None if gain is None else 1 + gain, bias=shift)
 
 
 class FlaxNorm(nnx.GroupNorm):
     """The same on Flax's layer, and the only difference between the two models."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
-        super().__init__(channels, num_groups=NUM_GROUPS, epsilon=1e-6, rngs=rngs)
+        super().__init__(channels, num_groups=NUM_GROUPS, rngs=rngs)
 
-    def __call__(self, x, gain=0.0, shift=0.0):  # pyright: ignore[reportIncompatibleMethodOverride]
-        gain, shift = (jnp.expand_dims(m, (1, 2)) if jnp.ndim(m) else m for m in (gain, shift))
-        return nnx.silu(super().__call__(x) * (1 + gain) + shift)
+    def __call__(self, x, gain=None, shift=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        y = super().__call__(x)
+        if gain is not None:
+            y = y * (1 + gain[:, None, None]) + shift[:, None, None]
+        return nnx.silu(y)
 
 
 class ResBlock(nnx.Module):

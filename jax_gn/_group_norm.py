@@ -91,7 +91,7 @@ def group_norm(
         activation=activation,
     )
     epsilon = check_epsilon(epsilon)
-    chosen = _choose(implementation)
+    chosen = choose(implementation)
     if chosen == "xla":
         return _reference.forward(problem, x, scale, bias, epsilon=epsilon)[0]
     call = Call(problem, epsilon, fallback=chosen is None)
@@ -140,7 +140,7 @@ def _as_array(value):
     return jnp.asarray(value) if hasattr(value, "__array__") else value
 
 
-def _choose(implementation) -> str | None:
+def choose(implementation) -> str | None:
     """ "ffi", "xla", or None: the kernels with the definition as fallback."""
     if implementation is None:
         reason = _why_not_ffi()
@@ -165,7 +165,7 @@ def _choose(implementation) -> str | None:
         )
     for position, name in enumerate(implementation):
         try:
-            return _choose(name)
+            return choose(name)
         except NotImplementedError:
             if position == len(implementation) - 1:
                 raise

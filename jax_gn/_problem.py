@@ -136,7 +136,7 @@ def make_problem(
         channel_axis=axis,
         scale=_parameter("scale", scale_shape, scale_dtype, shape[0], channels, name),
         bias=_parameter("bias", bias_shape, bias_dtype, shape[0], channels, name),
-        activation=_activation(activation),
+        activation=check_activation(activation),
     )
 
 
@@ -258,7 +258,7 @@ def _parameter(what, shape, dtype, n: int, channels: int, x_dtype: str) -> Param
     return Parameter(per_sample=len(shape) == 2, dtype=dtype)
 
 
-def _activation(activation: Any) -> str | None:
+def check_activation(activation: Any) -> str | None:
     name = ALIASES.get(activation, activation) if isinstance(activation, str) else activation
     if name not in ACTIVATIONS:
         allowed = ", ".join(repr(a) for a in (*ACTIVATIONS, *ALIASES))

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from ._problem import Parameter, Problem
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
     "gelu": partial(jax.nn.gelu, approximate=True),
@@ -40,7 +40,7 @@ def forward(problem: Problem, x, scale, bias, *, epsilon: float):
         z = z * _parameter_view(problem, scale)
     if bias is not None:
         z = z + _parameter_view(problem, bias)
-    y = z if problem.activation is None else _ACTIVATIONS[problem.activation](z)
+    y = z if problem.activation is None else ACTIVATIONS[problem.activation](z)
     shape = problem.statistics_shape
     return y.reshape(problem.shape).astype(x.dtype), mean.reshape(shape), rstd.reshape(shape)
 
@@ -54,7 +54,7 @@ def backward(problem: Problem, dy, x, scale, bias, mean, rstd):
     dz = _groups_view(problem, dy)
     if problem.activation is not None:
         shift = 0 if bias is None else _parameter_view(problem, bias)
-        _, pull = jax.vjp(_ACTIVATIONS[problem.activation], xc * rstd * weight + shift)
+        _, pull = jax.vjp(ACTIVATIONS[problem.activation], xc * rstd * weight + shift)
         (dz,) = pull(dz)
     a = jnp.sum(dz, spatial, keepdims=True)
     b = jnp.sum(dz * xc, spatial, keepdims=True)
@@ -128,3 +128,57 @@ def _parameter_gradient(problem: Problem, per_sample, parameter: Parameter | Non
     if not parameter.per_sample:
         value = jnp.sum(value, 0)
     return value.astype(parameter.dtype)
+
+
+def standardized(x, axes: tuple[int, ...], *, epsilon: float, mask=None, across=None):
+    """(x - mean) * rstd over any axes, for what the kernels don't serve.
+
+    Args:
+      x: of the accumulator type, or complex: var is then the mean of |x - mean|².
+      mask: where to take mean and var from, of x's shape. Elsewhere x is normalized too, or
+        0 without a derivative if it is not finite or huge; a group masked throughout gives 0.
+      across: (axis_name, axis_index_groups) of the devices that the axes go on over.
+    """
+
+    def total(value):
+        return _across(jax.lax.psum, value, across)
+
+    def mean(value):
+        return total(jnp.sum(value, axes, keepdims=True, where=mask)) / divisor
+
+    real = jnp.finfo(x.dtype).dtype
+    if mask is None:
+        count = total(jnp.asarray(math.prod(x.shape[axis] for axis in axes), real))
+    else:
+        count = total(jnp.sum(mask, axes, real, keepdims=True))
+    divisor = jnp.maximum(count, 1)
+    shift = _some_value(jax.lax.stop_gradient(x), axes, mask, across)  # as in _centre
+    # Masked values must not enter any product: 0 times NaN is NaN, in derivatives too.
+    inside = x if mask is None else jnp.where(mask, x, shift)
+    offset = mean(inside - shift)
+    xc = inside - shift - offset
+    var = jnp.where(count > 0, mean(jnp.real(xc * jnp.conj(xc))), 1)
+    rstd = 1 / jnp.sqrt(var + epsilon)
+    if mask is None:
+        return xc * rstd
+    # Not too large for an activation's powers of it either.
+    size = jnp.abs(jax.lax.stop_gradient((x - shift - offset) * rstd))
+    usable = (mask | (size < jnp.finfo(real).max ** 0.25)) & (count > 0)
+    return jnp.where(usable, (jnp.where(usable, x, shift) - shift - offset) * rstd, 0)
+
+
+def _some_value(x, axes: tuple[int, ...], mask, across):
+    """A value from within each group, the same on all its devices; 0 where there is none."""
+    if jnp.iscomplexobj(x):
+        parts = (_some_value(part, axes, mask, across) for part in (x.real, x.imag))
+        return jax.lax.complex(*parts)
+    value = jnp.max(x, axes, keepdims=True, where=mask, initial=-jnp.inf)
+    value = _across(jax.lax.pmax, value, across)
+    return jnp.where(jnp.isfinite(value), value, 0)
+
+
+def _across(collective, value, across):
+    if across is None:
+        return value
+    axis_name, axis_index_groups = across
+    return collective(value, axis_name, axis_index_groups=axis_index_groups)
