@@ -51,6 +51,7 @@ def test_linen_recipe(monkeypatch):
     numerics.assert_agree(y, model.apply(variables, names["x"]), length=2048)
 
 
+@pytest.mark.needs_package
 def test_equinox_recipe():
     equinox = pytest.importorskip("equinox")
     names = run_page("equinox")
@@ -61,6 +62,7 @@ def test_equinox_recipe():
     jax.tree.map(numerics.assert_same_bits, *same)
 
 
+@pytest.mark.needs_package
 def test_haiku_recipe():
     haiku = pytest.importorskip("haiku")
     names = run_page("haiku")

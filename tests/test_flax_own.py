@@ -22,6 +22,7 @@ import jax_gn.linen
 
 import numerics
 
+pytestmark = pytest.mark.needs_package
 REQUIRED = os.environ.get("JAX_GN_REQUIRE_FLAX_SDIST", "") not in ("", "0")
 TIMEOUT_S = 900
 

@@ -22,15 +22,22 @@ __device__ __forceinline__ unsigned SharedAddress(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
+// Asynchronous copies are of sm_80, clusters of sm_90; the planner sends older devices elsewhere.
 __device__ __forceinline__ void CopyAsync(unsigned shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+#endif
 }
 __device__ __forceinline__ void CommitCopies() {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
 }
 template <int kPending>
 __device__ __forceinline__ void WaitCopies() {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void Prefetch(const void* global) {
