@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from . import _ffi, _reference, _spmd
+from . import _ffi, _reference, _sharding, _spmd
 from ._problem import ONE_CHANNEL_A_GROUP, check_epsilon, problem_of
 from ._spmd import Call
 
@@ -36,6 +36,8 @@ def group_norm(
     channel_axis: int = -1,
     activation: str | None = None,
     implementation: str | Sequence[str] | None = None,
+    axis_name=None,
+    axis_index_groups=None,
 ):
     r"""Group normalization, optionally followed by an activation, as one fused kernel.
 
@@ -69,6 +71,10 @@ def group_norm(
       implementation: "ffi": the kernels; "xla": the `jax.numpy` definition, on any platform; None:
         the kernels where the platform has them, else the definition; a sequence: the first that can
         serve.
+      axis_name: name(s) of mapped axes (`jax.shard_map`, `jax.pmap`) over whose devices a group
+        goes on: x is then a shard of the positions, all shards of one size. By the definition, with
+        one all-reduce of `[devices, N, G]` moments. Not needed under `jit` with sharded arrays.
+      axis_index_groups: the sets of devices that share groups, as `jax.lax.psum` has it.
 
     Returns:
       y, of x's shape and dtype.
@@ -92,9 +98,18 @@ def group_norm(
     )
     epsilon = check_epsilon(epsilon)
     chosen = choose(implementation)
-    if chosen == "xla":
-        return _reference.forward(problem, x, scale, bias, epsilon=epsilon)[0]
     call = Call(problem, epsilon, fallback=chosen is None)
+    if axis_name is not None:
+        if implementation == "ffi":
+            raise NotImplementedError(
+                f"the kernels take no statistics across devices, got axis_name={axis_name!r}: "
+                'write implementation="xla" or None'
+            )
+        across = (axis_name, axis_index_groups)
+        return _reference.forward(problem, x, scale, bias, epsilon=epsilon, across=across)[0]
+    if chosen == "xla":
+        return _sharding.define("forward", call, x, scale, bias)[0]
+    x, scale, bias = _sharding.vary_alike(x, scale, bias)
     try:
         return _kernel_group_norm(call, x, scale, bias)
     except TypeError as error:
@@ -115,6 +130,8 @@ def instance_norm(
     channel_axis: int = -1,
     activation: str | None = None,
     implementation: str | Sequence[str] | None = None,
+    axis_name=None,
+    axis_index_groups=None,
 ):
     """Instance normalization: `group_norm` with one channel a group (num_groups = C).
 
@@ -132,6 +149,8 @@ def instance_norm(
         channel_axis=channel_axis,
         activation=activation,
         implementation=implementation,
+        axis_name=axis_name,
+        axis_index_groups=axis_index_groups,
     )
 
 
@@ -205,8 +224,10 @@ def _kernel_group_norm(call: Call, x, scale, bias):
 def _kernel_group_norm_fwd(call: Call, x, scale, bias):
     y, mean, rstd = _forward(call, x, scale, bias)
     mean, rstd = (checkpoint_name(s, STATISTICS_NAME) for s in (mean, rstd))
-    # Without an activation the pre-activation is not recomputed, and bias not needed.
-    saved_bias = None if call.problem.activation is None else bias
+    # Without an activation the pre-activation is not recomputed, and bias not needed; but under
+    # explicit mesh axes its gradient must be sharded as it is.
+    unneeded = call.problem.activation is None and not _sharding.mesh_is_explicit()
+    saved_bias = None if unneeded else bias
     return y, (x, scale, saved_bias, mean, rstd)
 
 
@@ -224,7 +245,7 @@ def _forward(call: Call, x, scale, bias):
 
 @_forward.defjvp
 def _forward_jvp(call: Call, primals, tangents):
-    definition = functools.partial(_reference.forward, call.problem, epsilon=call.epsilon)
+    definition = functools.partial(_sharding.define, "forward", call)
     return _forward(call, *primals), jax.jvp(definition, primals, tangents)[1]
 
 
@@ -235,5 +256,5 @@ def _backward(call: Call, dy, x, scale, bias, mean, rstd):
 
 @_backward.defjvp
 def _backward_jvp(call: Call, primals, tangents):
-    definition = functools.partial(_reference.backward, call.problem)
+    definition = functools.partial(_sharding.define, "backward", call)
     return _backward(call, *primals), jax.jvp(definition, primals, tangents)[1]

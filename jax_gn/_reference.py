@@ -11,6 +11,9 @@ and backward, with dz = dy * act'(z), A = Σ_spatial dz, B = Σ_spatial dz * (x 
     dx = rstd * (scale * dz - Σ_D scale * A / M - (x - mean) * rstd² * Σ_D scale * B / M)
 
 Both work in the accumulator type. Plain traceable functions: JAX differentiates them to any order.
+Where shards of the positions lie on other devices, they serve too: `across` is then (mesh axes,
+axis_index_groups or None), M counts all shards' elements, and each pass makes one all-reduce of
+sums that have no spatial axes.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ ACTIVATIONS = {
 }
 
 
-def forward(problem: Problem, x, scale, bias, *, epsilon: float):
+def forward(problem: Problem, x, scale, bias, *, epsilon: float, across=None):
     """(y, mean, rstd): y as x, the statistics [N, G] in the accumulator type."""
-    xc, mean, var = _centre(problem, _groups_view(problem, x))
+    xc, mean, var = _centre(problem, _groups_view(problem, x), across)
     rstd = 1 / jnp.sqrt(var + epsilon)
     z = xc * rstd
     if scale is not None:
@@ -45,7 +48,7 @@ def forward(problem: Problem, x, scale, bias, *, epsilon: float):
     return y.reshape(problem.shape).astype(x.dtype), mean.reshape(shape), rstd.reshape(shape)
 
 
-def backward(problem: Problem, dy, x, scale, bias, mean, rstd):
+def backward(problem: Problem, dy, x, scale, bias, mean, rstd, *, across=None):
     """(dx, dscale, dbias), None for an absent parameter; bias is read only with an activation."""
     spatial, within, _ = _axes(problem)
     xc = _groups_view(problem, x) - _statistic_view(problem, mean)
@@ -59,6 +62,9 @@ def backward(problem: Problem, dy, x, scale, bias, mean, rstd):
     a = jnp.sum(dz, spatial, keepdims=True)
     b = jnp.sum(dz * xc, spatial, keepdims=True)
     count = max(problem.spatial * problem.group_size, 1)
+    if across is not None:
+        a, b = _across(jax.lax.psum, (a, b), across)
+        count *= _across(jax.lax.psum, 1, across)
     p = jnp.sum(weight * a, within, keepdims=True) / count
     q = jnp.sum(weight * b, within, keepdims=True) / count
     dx = rstd * (weight * dz - p - xc * rstd**2 * q)
@@ -102,7 +108,7 @@ def _statistic_view(problem: Problem, value):
     return _broadcast_view(problem, value, problem.n, (problem.num_groups, 1))
 
 
-def _centre(problem: Problem, x):
+def _centre(problem: Problem, x, across=None):
     """(x - mean, mean, var), the last two with size-1 reduced axes.
 
     An element of the group is subtracted first: a constant group then gives mean = that constant
@@ -118,7 +124,24 @@ def _centre(problem: Problem, x):
     shifted = x - shift
     offset = jnp.mean(shifted, axes, keepdims=True)
     xc = shifted - offset
-    return xc, shift + offset, jnp.mean(xc * xc, axes, keepdims=True)
+    var = jnp.mean(xc * xc, axes, keepdims=True)
+    if across is None:
+        return xc, shift + offset, var
+    # The devices' moments, of as many elements each, merged by Chan's formula: they come to all
+    # devices in one all-reduce of arrays in which each device has a row of its own.
+    axis_name, groups = across
+    index, size = jax.lax.axis_index(axis_name), jax.lax.psum(1, axis_name)
+    row = jax.nn.one_hot(index, size, dtype=x.dtype).reshape(1, size, *(1,) * x.ndim)
+    moments = jnp.stack([shift, offset, var])[:, None]
+    shifts, offsets, variances = _across(jax.lax.psum, row * moments, across)
+    if groups is not None:  # the rows of the devices that share this one's groups
+        members = jnp.asarray([next(g for g in groups if i in g) for i in range(size)])[index]
+        shifts, offsets, variances = shifts[members], offsets[members], variances[members]
+    base = shifts[0]
+    deviations = (shifts - base) + offsets
+    offset = jnp.mean(deviations, 0)
+    var = jnp.mean(variances + (deviations - offset) ** 2, 0)
+    return (x - base) - offset, base + offset, var
 
 
 def _parameter_gradient(problem: Problem, per_sample, parameter: Parameter | None):

@@ -1,9 +1,13 @@
-"""How the two calls are cut over the devices of a mesh: each device runs the kernel on its shard.
+"""How the two calls are cut over the devices of a mesh: each device works on its shard.
 
-`custom_partitioning` with a Shardy rule such as "n s0 s1 (g d), (g d) -> n s0 s1 (g d), n g, n g".
-Batch and channels (whole groups) stay sharded; the gradient of a per-channel parameter is one
-all-reduce over the batch's mesh axes, nothing else moves. Shards of a spatial axis, and shards that
-cut a group, are gathered first: right, but not free.
+Automatic axes: `custom_partitioning` with a Shardy rule such as
+"n s0 s1 (g d), (g d) -> n s0 s1 (g d), n g, n g". Explicit axes: `shard_map` over the axes that x's
+type names. Either way batch, positions and channels (whole groups) stay sharded:
+
+- batch and channels: the kernels; the gradient of a per-channel parameter is one all-reduce over
+  the batch's mesh axes, nothing else moves;
+- positions: the definition, with an all-reduce of moments forward and one of channel sums backward;
+- shards that cut a group, and uneven ones, are gathered first: right, but not free.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from . import _reference
 from ._problem import Parameter, Problem
 
 _ARGUMENTS = {
@@ -27,19 +32,59 @@ _RESULTS = {"forward": ("y", "mean", "rstd"), "backward": ("dx", "dscale", "dbia
 
 
 def run(kind: str, local: Callable, call, *arrays):
-    """local(call, *arrays), each device on its own shard where the mesh leaves that to XLA."""
-    if jax.device_count() == 1 or not _mesh_is_automatic():
-        return local(call, *arrays)
+    """local(call, *arrays), each device on its own shard where the mesh leaves that to us."""
+    axis_types = jax.sharding.get_abstract_mesh().axis_types or ()
+    if jax.device_count() == 1 or AxisType.Manual in axis_types:
+        return local(call, *arrays)  # what is here is local
     given = tuple(n for n, a in zip(_ARGUMENTS[kind], arrays, strict=True) if a is not None)
-    results = _partitioned(kind, local, call, given)(*(a for a in arrays if a is not None))
+    function = _explicit if AxisType.Explicit in axis_types else _partitioned
+    results = function(kind, local, call, given)(*(a for a in arrays if a is not None))
     found = dict(zip(_result_names(kind, call.problem), results, strict=True))
     return tuple(found.get(name) for name in _RESULTS[kind])
 
 
-def _mesh_is_automatic() -> bool:
-    """Inside shard_map, or under explicit axes, arrays are local already or JAX wants to know."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return all(kind == AxisType.Auto for kind in mesh.axis_types or ())
+def define(kind: str, call, *arrays):
+    """The definition of that pass: differentiable, to any order."""
+    definition = functools.partial(_definition, kind)
+    if mesh_is_explicit():  # reshapes and slices of sharded axes have no types there
+        return run(kind, definition, call, *arrays)
+    return definition(call, *arrays)
+
+
+def vary_alike(*arrays):
+    """The arrays as varying over all manual mesh axes (`shard_map`) that any of them varies over.
+
+    Before the derivative rule, whose cotangents vary so: the sum over devices that the gradient of
+    a replicated scale or bias takes is this cast's own transpose.
+    """
+    axes = frozenset().union(*(_varying(a) for a in arrays if a is not None))
+
+    def cast(array):
+        missing = () if array is None else tuple(sorted(axes - _varying(array)))
+        if not missing:
+            return array
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(array, missing, to="varying")
+        return jax.lax.pvary(array, missing)  # jax 0.8
+
+    return tuple(map(cast, arrays))
+
+
+def _varying(array) -> frozenset[str]:
+    of_type = jax.typeof(array)
+    return of_type.vma if hasattr(of_type, "vma") else of_type.mat.varying  # vma: jax 0.8
+
+
+def mesh_is_explicit() -> bool:
+    axis_types = jax.sharding.get_abstract_mesh().axis_types or ()
+    return AxisType.Explicit in axis_types and AxisType.Manual not in axis_types
+
+
+def _definition(kind: str, call, *arrays, across=None):
+    """The definition of an array, or of a shard of the positions that lie `across` mesh axes."""
+    if kind == "forward":
+        return _reference.forward(call.problem, *arrays, epsilon=call.epsilon, across=across)
+    return _reference.backward(call.problem, *arrays, across=across)
 
 
 def _result_names(kind: str, problem: Problem) -> tuple[str, ...]:
@@ -56,20 +101,11 @@ def _partitioned(kind: str, local: Callable, call, given: tuple[str, ...]):
         return _run_given(kind, local, call, given, arrays)
 
     def partition(mesh, arg_shapes, _):
-        sharding = arg_shapes[given.index("x")].sharding
-        batch, channel, shard = _shard(call.problem, mesh, sharding.spec)
-        specs = {name: _spec(call.problem, name, batch, channel) for name in (*given, *results)}
-        shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-        local_call = dataclasses.replace(call, problem=shard)
-
-        def lower(*arrays):
-            if kind == "forward" or batch is None:
-                return _run_given(kind, local, local_call, given, arrays)
-            return _summed_over(batch, local, local_call, given, arrays)
-
+        cut = _Cut(call.problem, mesh, arg_shapes[given.index("x")].sharding.spec)
+        shardings = {name: NamedSharding(mesh, cut.spec(name)) for name in (*given, *results)}
         return (
             mesh,
-            lower,
+            lambda *arrays: _run_shard(kind, local, call, given, cut, arrays),
             tuple(shardings[name] for name in results),
             tuple(shardings[name] for name in given),
         )
@@ -81,6 +117,46 @@ def _partitioned(kind: str, local: Callable, call, given: tuple[str, ...]):
         partition, sharding_rule=rule, need_replication_factors=replicated, **sizes
     )
     return function
+
+
+def _explicit(kind: str, local: Callable, call, given: tuple[str, ...]):
+    """The same under explicit mesh axes, where the types of arrays say how they are sharded."""
+
+    def function(*arrays):
+        mesh = jax.sharding.get_abstract_mesh()
+        cut = _Cut(call.problem, mesh, jax.typeof(arrays[given.index("x")]).sharding.spec)
+        types = {name: jax.typeof(a) for name, a in zip(given, arrays, strict=True)}
+        arrays = [
+            jax.sharding.reshard(a, cut.spec(name)) for name, a in zip(given, arrays, strict=True)
+        ]
+        names = _result_names(kind, call.problem)
+        results = jax.shard_map(
+            lambda *shards: _run_shard(kind, local, call, given, cut, shards),
+            in_specs=tuple(cut.spec(name) for name in given),
+            out_specs=tuple(cut.spec(name) for name in names),
+            check_vma=False,
+        )(*arrays)
+        # A gradient has the type of what it is the gradient of, its sharding included.
+        like = {"y": "x", "dx": "x", "dscale": "scale", "dbias": "bias"}
+        return tuple(
+            jax.sharding.reshard(r, types[like[name]].sharding.spec)
+            if like.get(name) in types
+            else r
+            for name, r in zip(names, results, strict=True)
+        )
+
+    return function
+
+
+def _run_shard(kind: str, local: Callable, call, given, cut: _Cut, arrays):
+    """The present results of one shard, from its given arrays."""
+    shard_call = dataclasses.replace(call, problem=cut.problem)
+    if cut.space is not None:
+        # XLA compiles its two readings well; the kernels know no sums of other devices.
+        local = functools.partial(_definition, kind, across=(cut.space, None))
+    if kind == "forward" or (cut.batch is None and cut.space is None):
+        return _run_given(kind, local, shard_call, given, arrays)
+    return _summed_over(cut.batch, local, shard_call, given, arrays)
 
 
 def _run_given(kind: str, local: Callable, call, given, arrays):
@@ -104,7 +180,7 @@ def _summed_over(axes, local: Callable, call, given, arrays):
     dx, *gradients = _run_given("backward", local, wide_call, given, arrays)
     parameters = [p for p in (problem.scale, problem.bias) if p is not None]
     shared = [g for g, p in zip(gradients, parameters, strict=True) if not p.per_sample]
-    summed = iter(jax.lax.psum(tuple(shared), axes) if shared else ())
+    summed = iter(jax.lax.psum(tuple(shared), axes) if shared and axes else shared)
     gradients = [
         (g if p.per_sample else next(summed)).astype(p.dtype)
         for g, p in zip(gradients, parameters, strict=True)
@@ -112,24 +188,49 @@ def _summed_over(axes, local: Callable, call, given, arrays):
     return (dx, *gradients)
 
 
-def _shard(problem: Problem, mesh, spec):
-    """(mesh axes of the batch, of the channels, the problem of one shard)."""
-    entries = (*spec, *(None,) * (len(problem.shape) - len(spec)))
+class _Cut:
+    """How x is cut: mesh axes of the batch, the channels and each spatial axis; a shard's problem.
 
-    def axes_if(entry, allowed):
+    An axis that its shards don't divide (channels: in whole groups) stays whole.
+    """
+
+    def __init__(self, problem: Problem, mesh, spec):
+        self._whole = problem
+        self._mesh = mesh
+        rank = len(problem.shape)
+        entries = (*spec, *(None,) * (rank - len(spec)))
+        axis = problem.channel_axis
+        pieces = {0: problem.n, axis: problem.num_groups}
+        self._axes = [
+            self._if_even(entry, pieces.get(i, problem.shape[i])) for i, entry in enumerate(entries)
+        ]
+        self.batch, self._channel = self._axes[0], self._axes[axis]
+        spatial = [axes for i, axes in enumerate(self._axes) if i not in pieces and axes]
+        self.space = tuple(name for axes in spatial for name in axes) or None
+        counts = [self._count(axes) for axes in self._axes]
+        self.problem = dataclasses.replace(
+            problem,
+            shape=tuple(d // k for d, k in zip(problem.shape, counts, strict=True)),
+            num_groups=problem.num_groups // counts[axis],
+        )
+
+    def _if_even(self, entry, extent: int):
         axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        count = math.prod(mesh.shape[a] for a in axes)
-        return (axes, count) if axes and allowed(count) else (None, 1)
+        return axes if axes and extent > 0 and extent % self._count(axes) == 0 else None
 
-    batch, batch_shards = axes_if(entries[0], lambda k: problem.n % k == 0)
-    channel, channel_shards = axes_if(
-        entries[problem.channel_axis], lambda k: problem.num_groups % k == 0
-    )
-    shape = list(problem.shape)
-    shape[0] //= batch_shards
-    shape[problem.channel_axis] //= channel_shards
-    groups = problem.num_groups // channel_shards
-    return batch, channel, dataclasses.replace(problem, shape=tuple(shape), num_groups=groups)
+    def _count(self, axes) -> int:
+        return math.prod(self._mesh.shape[name] for name in axes or ())
+
+    def spec(self, name: str) -> PartitionSpec:
+        """How the argument or result of that name is sharded."""
+        if name in ("mean", "rstd"):
+            return PartitionSpec(self.batch, self._channel)
+        parameter = _parameter_of(self._whole, name)
+        if parameter is None:
+            return PartitionSpec(*self._axes)
+        if parameter.per_sample:
+            return PartitionSpec(self.batch, self._channel)
+        return PartitionSpec(self._channel)
 
 
 def _parameter_of(problem: Problem, name: str) -> Parameter | None:
@@ -139,17 +240,6 @@ def _parameter_of(problem: Problem, name: str) -> Parameter | None:
         "bias": problem.bias,
         "dbias": problem.bias,
     }.get(name)
-
-
-def _spec(problem: Problem, name: str, batch, channel) -> PartitionSpec:
-    if name in ("mean", "rstd"):
-        return PartitionSpec(batch, channel)
-    parameter = _parameter_of(problem, name)
-    if parameter is not None:
-        return PartitionSpec(batch, channel) if parameter.per_sample else PartitionSpec(channel)
-    entries: list = [None] * len(problem.shape)
-    entries[0], entries[problem.channel_axis] = batch, channel
-    return PartitionSpec(*entries)
 
 
 def _rule(problem: Problem, given, results) -> tuple[str, tuple[str, ...]]:
@@ -177,4 +267,4 @@ def _rule(problem: Problem, given, results) -> tuple[str, tuple[str, ...]]:
 
     rule = f"{', '.join(map(dims, given))} -> {', '.join(map(dims, results))}"
     in_order = list(dict.fromkeys(f.strip("(),") for f in rule.replace("->", "").split()))
-    return rule, tuple(f for f in in_order if f == "d" or f.startswith("s"))
+    return rule, tuple(f for f in in_order if f == "d")

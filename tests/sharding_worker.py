@@ -1,11 +1,14 @@
 """Run by test_sharding.py in a process of its own with eight CPU devices; prints JSON.
 
-    python sharding_worker.py
+    python sharding_worker.py meshes|mapped
 
 A row says which custom calls and collectives the compiled program holds, and how far its results
-are from those of one device.
+are from those of one device. "meshes": sharded arrays under jit, mesh axes automatic and explicit.
+"mapped": jax.shard_map and jax.pmap, where a device sees its shard alone.
 """
 
+import contextlib
+import functools
 import itertools
 import json
 import re
@@ -14,7 +17,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_gn
 
@@ -27,7 +30,9 @@ LAYOUTS = {
     "batch of two axes": (("data", "model"), None, None),
     "channels": (None, None, "model"),
     "batch and channels": ("data", None, "model"),
+    "space": (None, ("data", "space"), None),
     "batch and space": ("data", "space", None),
+    "batch, space and channels": ("data", "space", "model"),
     "cut groups": (None, None, ("data", "space", "model")),
 }
 PARAMETERS = {"per channel": ("c", "c"), "per sample": ("n", "n"), "none": (None, None)}
@@ -36,7 +41,10 @@ _COLLECTIVE = re.compile(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(
 
 
 def main() -> None:
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "space", "model"))
+    json.dump({"meshes": meshes, "mapped": mapped}[sys.argv[1]](), sys.stdout)
+
+
+def meshes() -> list[dict]:
     both = ("per channel", "per sample")
     # One group and one channel a group have rules of their own, and those two parameter forms tell.
     # Channels of one group can't be cut in whole groups: that is "cut groups" again.
@@ -46,10 +54,19 @@ def main() -> None:
         *itertools.product(("batch", "batch and space"), both, (1,), (-1,), (jnp.float32,)),
         ("batch", "per channel", GROUPS, -1, jnp.bfloat16),
     ]
-    json.dump([run(mesh, *case) for case in cases], sys.stdout)
+    rows = [run(AxisType.Auto, *case) for case in cases]
+    # Explicit axes share all but the way in: each layout once, and the forms of parameters.
+    explicit = [(layout, "per channel", GROUPS, -1, jnp.float32) for layout in LAYOUTS]
+    explicit += [("batch and channels", form, GROUPS, 1, jnp.float32) for form in PARAMETERS]
+    return rows + [run(AxisType.Explicit, *case) for case in explicit]
 
 
-def run(mesh, layout, parameters, groups, channel_axis, dtype) -> dict:
+def make_mesh(axis_type):
+    return jax.make_mesh((2, 2, 2), ("data", "space", "model"), axis_types=(axis_type,) * 3)
+
+
+def run(axis_type, layout, parameters, groups, channel_axis, dtype) -> dict:
+    mesh = make_mesh(axis_type)
     batch, space, channel = LAYOUTS[layout]
     rng = np.random.default_rng(0)
 
@@ -91,10 +108,71 @@ def run(mesh, layout, parameters, groups, channel_axis, dtype) -> dict:
     def gradient(x, scale, bias, dy):
         return jax.vjp(norm, x, scale, bias)[1](dy)
 
-    row = {"case": [layout, parameters, groups, channel_axis, jnp.dtype(dtype).name]}
-    row["forward"] = compare(norm, sharded, (x, scale, bias))
-    row["gradient"] = compare(gradient, (*sharded, place(dy, tensor_spec)), (x, scale, bias, dy))
+    kind = axis_type.name.lower()
+    row = {"case": [layout, parameters, groups, channel_axis, jnp.dtype(dtype).name, kind]}
+    with jax.set_mesh(mesh) if axis_type == AxisType.Explicit else contextlib.nullcontext():
+        row["forward"] = compare(norm, sharded, (x, scale, bias))
+        row["gradient"] = compare(
+            gradient, (*sharded, place(dy, tensor_spec)), (x, scale, bias, dy)
+        )
     return row
+
+
+def mapped() -> list[dict]:
+    """Forward and gradient of each way to map, against the whole on one device."""
+    mesh = jax.make_mesh((2, 4), ("data", "space"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(1)
+    x, dy = (jnp.asarray(rng.standard_normal((N, 8, 6, CHANNELS)), jnp.float32) for _ in range(2))
+    scale, bias = (jnp.asarray(rng.standard_normal(CHANNELS), jnp.float32) for _ in range(2))
+    norm = functools.partial(jax_gn.group_norm, num_groups=GROUPS, activation="silu")
+
+    def shard_map(spec, axis_name=None, **options):
+        local = functools.partial(norm, axis_name=axis_name)
+        whole = PartitionSpec()
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(spec, whole, whole), out_specs=spec, **options
+        )
+
+    def pmap_positions(x, scale, bias):
+        """Devices 0 to 3 share the first half of the batch, 4 to 7 the other."""
+        shards = jnp.stack([s for half in jnp.split(x, 2) for s in jnp.split(half, 4, 1)])
+        groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+        local = functools.partial(norm, axis_name="i", axis_index_groups=groups)
+        y = jax.pmap(local, axis_name="i", in_axes=(0, None, None))(shards, scale, bias)
+        return jnp.concatenate([jnp.concatenate(list(half), 1) for half in jnp.split(y, 2)])
+
+    def pmap_batch(x, scale, bias):
+        y = jax.pmap(norm, in_axes=(0, None, None))(x[:, None], scale, bias)
+        return y[:, 0]
+
+    batch, both = PartitionSpec("data"), PartitionSpec("data", "space")
+    ways = {
+        "shard_map over the batch": shard_map(batch),
+        "shard_map over the batch, check_vma=False": shard_map(batch, check_vma=False),
+        "shard_map over the batch, other axes automatic": shard_map(batch, axis_names={"data"}),
+        "shard_map over positions": shard_map(both, axis_name="space"),
+        "shard_map over positions, check_vma=False": shard_map(both, "space", check_vma=False),
+        "pmap over the batch": pmap_batch,
+        "pmap over positions in groups of devices": pmap_positions,
+    }
+
+    def gradient(function, *arrays):
+        return jax.vjp(function, *arrays)[1](dy)
+
+    def error(got, expected):
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+        return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+
+    arrays = (x, scale, bias)
+    expected = norm(*arrays), gradient(norm, *arrays)
+    return [
+        {
+            "way": name,
+            "forward": error(way(*arrays), expected[0]),
+            "gradient": error(gradient(way, *arrays), expected[1]),
+        }
+        for name, way in ways.items()
+    ]
 
 
 def compare(function, sharded, single) -> dict:

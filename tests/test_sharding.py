@@ -1,4 +1,4 @@
-"""Automatic meshes: what moves between devices, read from the compiled HLO, and equal numbers.
+"""Meshes: what moves between devices, read from the compiled HLO, and equal numbers.
 
 On eight CPU devices in a process of their own, whatever the default backend is.
 """
@@ -21,52 +21,77 @@ WORKER = pathlib.Path(sharding_worker.__file__)
 
 
 @functools.cache
-def rows() -> dict:
+def worker(what: str) -> list:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     run = subprocess.run(
-        [sys.executable, "-P", str(WORKER)],
+        [sys.executable, "-P", str(WORKER), what],
         env=environment | {"PYTHONPATH": os.pathsep.join([str(WORKER.parent), *sys.path])},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    return {tuple(row["case"]): row for row in json.loads(run.stdout)}
+    return json.loads(run.stdout)
 
 
-def of_layout(*layouts: str) -> list[dict]:
-    found = [row for case, row in rows().items() if case[0] in layouts]
+def of_layout(layout: str, mesh: str) -> list[dict]:
+    found = [r for r in worker("meshes") if r["case"][0] == layout and r["case"][-1] == mesh]
     assert found
     return found
 
 
+@pytest.fixture(params=["auto", "explicit"])
+def mesh(request) -> str:
+    return request.param
+
+
 @pytest.mark.parametrize("layout", ROWS)
-def test_every_device_runs_the_kernels_and_numbers_are_those_of_one(layout):
-    for row in of_layout(layout):
-        dtype = row["case"][-1]
-        assert row["forward"]["kernels"] == [FORWARD], row
-        assert row["gradient"]["kernels"] == [FORWARD, BACKWARD], row
+def test_every_device_runs_the_kernels_and_numbers_are_those_of_one(layout, mesh):
+    """The kernels: but where positions are sharded, which the definition serves."""
+    positions = "space" in layout
+    for row in of_layout(layout, mesh):
+        dtype = row["case"][-2]
+        assert row["forward"]["kernels"] == ([] if positions else [FORWARD]), row
+        assert row["gradient"]["kernels"] == ([] if positions else [FORWARD, BACKWARD]), row
         for direction in ("forward", "gradient"):
             numerics.assert_relative(row[direction]["error"], dtype)
 
 
 @pytest.mark.parametrize("layout", ["batch", "batch of two axes", "channels", "batch and channels"])
-def test_nothing_moves_forward(layout):
-    for row in of_layout(layout):
+def test_nothing_moves_forward(layout, mesh):
+    for row in of_layout(layout, mesh):
         assert row["forward"]["collectives"] == [], row
 
 
 @pytest.mark.parametrize("layout", ["batch", "batch of two axes", "batch and channels"])
-def test_gradient_of_a_batch_is_one_all_reduce(layout):
+def test_gradient_of_a_batch_is_one_all_reduce(layout, mesh):
     """Of dscale and dbias together, whichever is per channel; none where neither is."""
-    for row in of_layout(layout):
+    for row in of_layout(layout, mesh):
         reduced = row["case"][1] in ("per channel", "mixed")
         assert row["gradient"]["collectives"] == ["all-reduce"] * reduced, row
 
 
-def test_gradient_of_whole_group_channels_moves_nothing():
-    for row in of_layout("channels"):
+def test_gradient_of_whole_group_channels_moves_nothing(mesh):
+    for row in of_layout("channels", mesh):
         assert row["gradient"]["collectives"] == [], row
+
+
+@pytest.mark.parametrize("layout", ["space", "batch and space", "batch, space and channels"])
+def test_positions_take_one_all_reduce_forward_and_up_to_three_with_the_gradient(layout, mesh):
+    """Moments; channel sums; and dscale and dbias, where the batch is sharded too."""
+    for row in of_layout(layout, mesh):
+        assert row["forward"]["collectives"] == ["all-reduce"], row
+        assert set(row["gradient"]["collectives"]) == {"all-reduce"}, row
+        assert len(row["gradient"]["collectives"]) <= 3, row
+
+
+def test_mapped_axes():
+    """shard_map and pmap, over the batch by the kernels and over positions with axis_name."""
+    rows = worker("mapped")
+    assert len(rows) == 7
+    for row in rows:
+        numerics.assert_relative(row["forward"], "float32")
+        numerics.assert_relative(row["gradient"], "float32")
