@@ -13,6 +13,7 @@ import re
 from types import ModuleType
 
 import jax
+import jax.export
 import jax.ffi
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +28,15 @@ TARGETS = {
 # platform -> (compiled module, the name XLA registers its handlers under)
 _MODULES = {"cpu": ("jax_gn._cpu", "cpu"), "cuda": ("jax_gn._cuda", "CUDA")}
 PLATFORMS = tuple(_MODULES)
+
+
+def disabled_checks() -> list:
+    """What `jax.export.export` needs as its ``disabled_checks`` for programs with our kernels.
+
+    JAX exports only custom calls that it keeps compatible itself. Ours carry a version in their
+    names: a program exported today calls the kernels of that version wherever it is loaded.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS.values()]
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from . import _ffi, _reference, _sharding, _spmd
-from ._problem import ONE_CHANNEL_A_GROUP, check_epsilon, problem_of
+from ._problem import ONE_CHANNEL_A_GROUP, check_epsilon, is_static, problem_of
 from ._spmd import Call
 
 IMPLEMENTATIONS = ("ffi", "xla")
@@ -59,7 +59,8 @@ def group_norm(
 
     Args:
       x: `[N, *spatial, C]`, or `[N, C, *spatial]` with ``channel_axis=1``; rank 2 to 8; float32,
-        float16, bfloat16 or float64.
+        float16, bfloat16 or float64. N may be one of `jax.export`'s symbols (then by the
+        definition).
       scale: `(C,)`, or `(N, C)` for one scale a sample (AdaGN, FiLM); any of the four types; None:
         no scale.
       bias: likewise; its shape and type may differ from scale's.
@@ -98,7 +99,14 @@ def group_norm(
     )
     epsilon = check_epsilon(epsilon)
     chosen = choose(implementation)
-    call = Call(problem, epsilon, fallback=chosen is None)
+    if not is_static(problem.n):
+        if implementation == "ffi":
+            raise NotImplementedError(
+                f"the kernels need a batch that is a number, got {problem.n}: write "
+                'implementation="xla" or None, which exports the definition'
+            )
+        chosen = "xla"
+    call = Call(problem, epsilon, fallback=chosen is None, partition=_sharding.partitions())
     if axis_name is not None:
         if implementation == "ffi":
             raise NotImplementedError(
@@ -198,7 +206,10 @@ def _why_not_ffi() -> str | None:
     if backend == "gpu" and "rocm" in jax.devices()[0].client.platform_version.lower():
         return "jax_gn has no kernels for ROCm"
     if _ffi.module("cpu") is None:
-        return "jax_gn's compiled modules are missing: install the package with `pip install .`"
+        return (
+            "jax_gn's compiled modules are missing: install the package with `pip install .` (in a "
+            "checkout the source tree hides the installed package: `cd` out of it, or `python -P`)"
+        )
     if backend == "gpu" and _ffi.module("cuda") is None:
         return (
             "jax_gn was built without its CUDA module: rebuild it with nvcc on the PATH "

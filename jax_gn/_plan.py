@@ -35,6 +35,12 @@ class DeviceLimits:
     shared_memory_per_block: int = 232448
     l2_bytes: int = 62914560
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field.name} must be an integer >= 1, got {value!r}")
+
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:

@@ -12,6 +12,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,6 +27,7 @@ ACCUMULATORS = {
 ACTIVATIONS = (None, "silu", "relu", "gelu", "leaky_relu")
 ALIASES = {"swish": "silu"}
 MIN_RANK, MAX_RANK = 2, 8
+MAX_ELEMENTS = 2**60  # byte counts stay within 64 bits
 # The num_groups of instance norm: as many groups as channels.
 ONE_CHANNEL_A_GROUP = object()
 
@@ -110,7 +113,7 @@ def make_problem(
     activation: str | None = None,
 ) -> Problem:
     """The Problem of these shapes and types, or the error that says what is wrong with them."""
-    shape = _shape("shape", shape)
+    shape = _shape("shape", shape, symbolic_batch=True)
     if not MIN_RANK <= len(shape) <= MAX_RANK:
         raise ValueError(
             f"x must have rank {MIN_RANK} to {MAX_RANK} (batch, spatial axes, channels), "
@@ -120,6 +123,8 @@ def make_problem(
     channels = shape[axis]
     if channels == 0:
         raise ValueError(f"x has no channels: shape {shape}, channel_axis {channel_axis}")
+    if math.prod(d for d in shape if is_static(d)) > MAX_ELEMENTS:
+        raise ValueError(f"x must have at most 2**60 elements, got shape {shape}")
     groups = channels
     if num_groups is not ONE_CHANNEL_A_GROUP:
         groups = _integer("num_groups", num_groups)
@@ -208,13 +213,20 @@ def _integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
 
 
-def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+def is_static(dim: Any) -> bool:
+    """Whether a size is a number, not one of `jax.export`'s symbols."""
+    return not jax.export.is_symbolic_dim(dim)
+
+
+def _shape(name: str, shape: Sequence[int], symbolic_batch: bool = False) -> tuple[int, ...]:
     try:
         dims = tuple(shape)
     except TypeError:
         raise TypeError(f"{name} must be a sequence of integers, got {shape!r}") from None
-    dims = tuple(_integer(f"every entry of {name}", d) for d in dims)
-    if any(d < 0 for d in dims):
+    batch = dims[:1] if symbolic_batch and dims and not is_static(dims[0]) else ()
+    sizes = tuple(_integer(f"every entry of {name}", d) for d in dims[len(batch) :])
+    dims = (*batch, *sizes)
+    if any(d < 0 for d in sizes):
         raise ValueError(f"{name} must not have negative entries, got {dims}")
     return dims
 
@@ -245,11 +257,17 @@ def _parameter(what, shape, dtype, n: int, channels: int, x_dtype: str) -> Param
         if dtype is not None:
             raise ValueError(f"{what}_dtype is given without {what}_shape: write {what}_shape too")
         return None
-    shape = _shape(f"{what}'s shape", shape)
+    shape = _shape(f"{what}'s shape", shape, symbolic_batch=True)
     if shape not in ((channels,), (n, channels)):
-        fitting = {channels: f"({channels},)", n * channels: f"({n}, {channels})"}
-        hint = fitting.get(math.prod(shape))
-        hint = f": write {what}.reshape({hint})" if hint else ""
+        # Only what keeps the order of the values is advice: (C, N) has as many of them as (N, C).
+        sizes = tuple(d for d in shape if d != 1)
+        hint = ""
+        if sizes == (channels,) or channels == math.prod(shape) == 1:
+            hint = f": write {what}.reshape(({channels},))"
+        elif sizes == (n, channels):
+            hint = f": write {what}.reshape(({n}, {channels}))"
+        elif shape == (channels, n):
+            hint = f": write {what}.T"
         raise ValueError(
             f"{what} must have shape ({channels},) or, per sample, ({n}, {channels}), "
             f"got {shape}{hint}"

@@ -12,6 +12,8 @@ type names. Either way batch, positions and channels (whole groups) stay sharded
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
@@ -31,11 +33,38 @@ _ARGUMENTS = {
 _RESULTS = {"forward": ("y", "mean", "rstd"), "backward": ("dx", "dscale", "dbias")}
 
 
+_partition = contextvars.ContextVar("jax_gn_partitioning", default=True)
+
+
+@contextlib.contextmanager
+def partitioning(enabled: bool):
+    """Whether calls traced inside work on sharded arrays shard by shard, where XLA shards them.
+
+    ``with jax_gn.partitioning(False):`` around the tracing of a program (its first call, `lower` or
+    `jax.export.export`) leaves the rule out, as JAX can't serialize a program that holds one: with
+    more than one device, `jax.export` refuses it and the persistent compilation cache misses it.
+    XLA then gathers sharded arrays before each call. Nothing changes on one device, inside
+    `jax.shard_map` or under explicit mesh axes, which need no rule.
+    """
+    token = _partition.set(enabled)
+    try:
+        yield
+    finally:
+        _partition.reset(token)
+
+
+def partitions() -> bool:
+    """What `partitioning` says here."""
+    return _partition.get()
+
+
 def run(kind: str, local: Callable, call, *arrays):
     """local(call, *arrays), each device on its own shard where the mesh leaves that to us."""
     axis_types = jax.sharding.get_abstract_mesh().axis_types or ()
     if jax.device_count() == 1 or AxisType.Manual in axis_types:
         return local(call, *arrays)  # what is here is local
+    if not call.partition and AxisType.Explicit not in axis_types:
+        return local(call, *arrays)  # XLA gathers what is sharded
     given = tuple(n for n, a in zip(_ARGUMENTS[kind], arrays, strict=True) if a is not None)
     function = _explicit if AxisType.Explicit in axis_types else _partitioned
     results = function(kind, local, call, given)(*(a for a in arrays if a is not None))

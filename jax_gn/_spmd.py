@@ -25,6 +25,7 @@ class Call:
     problem: Problem
     epsilon: float
     fallback: bool  # the definition serves platforms without a kernel; False: they are an error
+    partition: bool = True  # arrays on automatic mesh axes are worked on shard by shard
 
 
 def forward(call: Call, x, scale, bias):

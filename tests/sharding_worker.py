@@ -1,6 +1,6 @@
 """Run by test_sharding.py in a process of its own with eight CPU devices; prints JSON.
 
-    python sharding_worker.py meshes|mapped
+    python sharding_worker.py meshes|mapped|switch
 
 A row says which custom calls and collectives the compiled program holds, and how far its results
 are from those of one device. "meshes": sharded arrays under jit, mesh axes automatic and explicit.
@@ -15,6 +15,7 @@ import re
 import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -41,7 +42,8 @@ _COLLECTIVE = re.compile(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(
 
 
 def main() -> None:
-    json.dump({"meshes": meshes, "mapped": mapped}[sys.argv[1]](), sys.stdout)
+    what = {"meshes": meshes, "mapped": mapped, "switch": switch}[sys.argv[1]]
+    json.dump(what(), sys.stdout)
 
 
 def meshes() -> list[dict]:
@@ -116,6 +118,27 @@ def run(axis_type, layout, parameters, groups, channel_axis, dtype) -> dict:
             gradient, (*sharded, place(dy, tensor_spec)), (x, scale, bias, dy)
         )
     return row
+
+
+def switch() -> list[dict]:
+    """The same sharded program with the partitioning rule and without: what moves, its export."""
+    mesh = make_mesh(AxisType.Auto)
+    x = np.random.default_rng(2).standard_normal((N, HEIGHT, WIDTH, CHANNELS)).astype(np.float32)
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    rows = []
+    for enabled in (True, False):
+        # A function of its own each time: jit would not trace the same one again.
+        norm = jax.jit(lambda x: jax_gn.group_norm(x, num_groups=GROUPS, implementation="ffi"))
+        with jax_gn.partitioning(enabled):
+            text = norm.lower(x).compile().as_text()
+            try:
+                exported = jax.export.export(norm, disabled_checks=jax_gn.disabled_checks())(x)
+                y = jax.export.deserialize(exported.serialize()).call(x)
+                error = float(np.abs(np.asarray(y) - np.asarray(norm(x))).max())
+            except Exception as refusal:  # whatever JAX says of a rule that it can't serialize
+                error = type(refusal).__name__
+        rows.append({"collectives": _COLLECTIVE.findall(text), "exported": error})
+    return rows
 
 
 def mapped() -> list[dict]:

@@ -82,8 +82,7 @@ def test_export_round_trip(layout):
     """cases.md 40: serialized, deserialized, called: the same bits."""
     case = dataclasses.replace(CASE, layout=layout)
     step, arrays = jax.jit(_step(case)), _arrays(case)
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (FORWARD, BACKWARD)]
-    exported = jax.export.export(step, disabled_checks=checks)(*arrays)
+    exported = jax.export.export(step, disabled_checks=jax_gn.disabled_checks())(*arrays)
     restored = jax.export.deserialize(exported.serialize())
     jax.tree.map(numerics.assert_same_bits, restored.call(*arrays), step(*arrays))
 
@@ -94,11 +93,10 @@ def test_export_for_another_platform():
     def layer(x):
         return jax_gn.group_norm(x, num_groups=8, activation="silu")
 
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (FORWARD, BACKWARD)]
     here = jax.export.default_export_platform()
-    exported = jax.export.export(jax.jit(layer), platforms=(here, "tpu"), disabled_checks=checks)(
-        jax.ShapeDtypeStruct(CASE.shape, jnp.float32)
-    )
+    exported = jax.export.export(
+        jax.jit(layer), platforms=(here, "tpu"), disabled_checks=jax_gn.disabled_checks()
+    )(jax.ShapeDtypeStruct(CASE.shape, jnp.float32))
     assert exported.platforms == (here, "tpu")
     x = _arrays(CASE)[0]
     numerics.assert_same_bits(exported.call(x), jax.jit(layer)(x))
@@ -170,6 +168,29 @@ PROGRAM = """
         return jax_gn.group_norm(x, num_groups=2, activation="silu").sum()
     jax.block_until_ready(jax.jit(jax.grad(loss))(jnp.ones((2, 3, 8))))
 """
+
+
+def test_export_with_a_symbolic_batch():
+    """By the definition: the kernels' workspace needs a number."""
+
+    def step(x, implementation=None):
+        def loss(x):
+            y = jax_gn.group_norm(x, num_groups=8, implementation=implementation)
+            return (y**2 * jnp.arange(x.shape[-1])).sum()
+
+        return jax.grad(loss)(x)
+
+    x = _arrays(CASE)[0]
+    shape = jax.export.symbolic_shape(f"b, {', '.join(map(str, CASE.shape[1:]))}")
+    symbolic = jax.ShapeDtypeStruct(shape, jnp.float32)
+    exported = jax.export.export(jax.jit(step))(symbolic)
+    assert calls.kernels(exported.mlir_module()) == []
+    restored = jax.export.deserialize(exported.serialize())
+    for batch in (1, 3):
+        some = jnp.tile(x[:1], (batch, *(1,) * (x.ndim - 1)))
+        numerics.assert_agree(restored.call(some), step(some, "xla"), length=some[0].size // 8)
+    with pytest.raises(NotImplementedError, match="batch that is a number"):
+        jax.export.export(jax.jit(lambda x: step(x, "ffi")))(symbolic)
 
 
 def test_persistent_compilation_cache(tmp_path):

@@ -218,6 +218,13 @@ def _resident(op, dtype, layout, shape, groups, device):
     )
 
 
+@pytest.mark.parametrize("field", ["capability", "multiprocessors", "shared_memory_per_block"])
+@pytest.mark.parametrize("value", [0, -5, 1.5, True])
+def test_device_limits_are_sizes(field, value):
+    with pytest.raises(ValueError, match=field):
+        jax_gn.DeviceLimits(**{field: value})
+
+
 # The named problems as they are, not cut: planning allocates nothing.
 @pytest.mark.parametrize(
     "shape, groups",

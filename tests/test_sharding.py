@@ -95,3 +95,10 @@ def test_mapped_axes():
     for row in rows:
         numerics.assert_relative(row["forward"], "float32")
         numerics.assert_relative(row["gradient"], "float32")
+
+
+def test_switch_of_the_partitioning_rule():
+    """Without it a program for several devices can be exported, and XLA gathers x."""
+    with_rule, without = worker("switch")
+    assert with_rule["collectives"] == [] and isinstance(with_rule["exported"], str)
+    assert set(without["collectives"]) == {"all-gather"} and without["exported"] == 0
