@@ -49,13 +49,13 @@ def group_norm(
         y    = activation((x - mean) / sqrt(var + epsilon) * scale + bias)
 
     Sums, mean and variance are in float32 (float64 for float64), the variance from centred values:
-    large means cost no accuracy. Results are the same bits in every run.
+    large means cost y no accuracy, and its gradients what rounding the saved mean to float32 costs.
+    Results are the same bits in every run.
 
     Reverse-mode derivatives of any order work, so does forward mode over reverse. Direct forward
     mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) needs ``implementation="xla"``; where JAX itself
-    reports it, the text is "can't apply forward-mode differentiation (jvp) to a custom_vjp
-    function". mean and rstd are saved under the name "jax_gn_statistics" for `jax.checkpoint`
-    policies.
+    reports it, the text speaks of forward mode and a custom_vjp function. mean and rstd are saved
+    under the name "jax_gn_statistics" for `jax.checkpoint` policies.
 
     Args:
       x: `[N, *spatial, C]`, or `[N, C, *spatial]` with ``channel_axis=1``; rank 2 to 8; float32,

@@ -246,9 +246,17 @@ def _channel_axis(channel_axis: int, rank: int) -> int:
 
 
 def _dtype_name(what: str, dtype: Any) -> str:
-    name = jnp.dtype(dtype).name
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:  # a PRNG key's, say
+        name = str(dtype)
     if name not in ACCUMULATORS:
-        raise TypeError(f"{what} must be one of {', '.join(ACCUMULATORS)}, got {name}")
+        hint = (
+            f": write {what}.astype(jnp.float32)"
+            if name.startswith(("int", "uint", "bool"))
+            else ""
+        )
+        raise TypeError(f"{what} must be one of {', '.join(ACCUMULATORS)}, got {name}{hint}")
     return name
 
 
@@ -278,7 +286,7 @@ def _parameter(what, shape, dtype, n: int, channels: int, x_dtype: str) -> Param
 
 def check_activation(activation: Any) -> str | None:
     name = ALIASES.get(activation, activation) if isinstance(activation, str) else activation
-    if name not in ACTIVATIONS:
+    if name is not None and not (isinstance(name, str) and name in ACTIVATIONS):
         allowed = ", ".join(repr(a) for a in (*ACTIVATIONS, *ALIASES))
         raise ValueError(
             f"activation must be one of {allowed}, got {activation!r}: for any other, write "

@@ -48,7 +48,7 @@ REFUSED = {
     "axis tuple": ({"channel_axis": (1,)}, TypeError, ["channel_axis", "integer", "(1,)"]),
     "x complex": ({"x": _array(X, "complex64")}, TypeError, ["float32", "bfloat16", "complex64"]),
     "x integer": ({"x": _array(X, "int32")}, TypeError, ["float32", "bfloat16", "int32"]),
-    "x bool": ({"x": _array(X, "bool")}, TypeError, ["float32", "bool"]),
+    "x bool": ({"x": _array(X, "bool")}, TypeError, ["float32", "bool", "x.astype(jnp.float32)"]),
     "x float8": ({"x": _array(X, "float8_e4m3fn")}, TypeError, ["float32", "float8_e4m3fn"]),
     "x None": ({"x": None}, TypeError, ["x must be an array", "NoneType", "jnp.asarray(x)"]),
     "x list": ({"x": [[1.0, 2.0]]}, TypeError, ["x must be an array", "list", "jnp.asarray(x)"]),
@@ -228,3 +228,10 @@ def test_more_elements_than_64_bits_count(shape):
     for make in (jax_gn.plan_forward, jax_gn.plan_backward):
         with pytest.raises(ValueError, match=r"2\*\*60 elements"):
             make(shape, "float32", num_groups=1)
+
+
+def test_keys_and_arrays_of_names_are_refused_by_name():
+    with pytest.raises(TypeError, match="x must be one of .*got key"):
+        jax_gn.group_norm(jax.random.split(jax.random.key(0), (2, 3, 4)), num_groups=2)
+    with pytest.raises(ValueError, match="activation must be one of"):
+        jax_gn.group_norm(jnp.ones((2, 3, 4)), num_groups=2, activation=np.array(["silu"]))
