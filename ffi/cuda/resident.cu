@@ -1,6 +1,6 @@
 // The family "resident": each tensor crosses the memory bus once, in one kernel, after which the
-// partial sums of dscale and dbias are added up. The kernels are in resident_rows.cu (channels
-// last) and resident_runs.cu (channels first).
+// partial sums of dscale and dbias are added up. The kernels are in resident_rows*.cu (channels
+// last) and resident_runs*.cu (channels first).
 #include "families.h"
 #include "resident_kernels.h"
 #include "streaming.h"

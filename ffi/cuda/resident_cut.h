@@ -43,8 +43,7 @@ struct ResidentCut {
 
 inline int64_t ResidentPack(const Problem& problem) { return kPackBytes / SizeOf(problem.dtype); }
 
-// Bytes that a thread's packs take, and what the block needs beside them (resident_rows.cu,
-// resident_runs.cu: their Shared).
+// Bytes that the block's packs take, and what it needs beside them (ResidentShared lays it out).
 inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cut) {
   const bool forward = problem.op == Op::kForward;
   const int64_t packs = static_cast<int64_t>(cut.steps) * cut.threads * (forward ? 1 : 2);

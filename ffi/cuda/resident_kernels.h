@@ -36,7 +36,7 @@ struct ResidentShared {
   }
 };
 
-// resident_rows.cu
+// resident_rows_forward.cu, resident_rows_backward.cu
 template <typename E>
 Status LaunchResidentTileForward(const Problem&, const ResidentCut&, const Stage&,
                                  const ForwardArgs&, cudaStream_t);
@@ -44,7 +44,7 @@ template <typename E>
 Status LaunchResidentTileBackward(const Problem&, const ResidentCut&, const Stage&,
                                   const BackwardArgs&, cudaStream_t);
 
-// resident_runs.cu
+// resident_runs_forward.cu, resident_runs_backward.cu
 template <typename E>
 Status LaunchResidentRunForward(const Problem&, const ResidentCut&, const Stage&,
                                 const ForwardArgs&, cudaStream_t);

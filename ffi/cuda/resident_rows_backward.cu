@@ -1,0 +1,200 @@
+// The backward pass of resident_rows.h.
+#include "resident_rows.h"
+
+namespace jax_gn::cuda {
+namespace {
+
+// What a thread of the backward pass knows of its channels.
+template <typename E>
+struct TileGradient {
+  static constexpr int kSize = kPackSize<E>;
+  const Pack<E>* slots;  // this thread's: x's and dy's in turn
+  int threads;
+  float mean[kSize], slope[kSize], bias[kSize];  // slope: rstd * scale
+
+  __device__ TileGradient(const ResidentCut& cut, const Tile<kSize>& tile,
+                          const PackGroups<kSize>& groups, const BackwardInputs<E>& in,
+                          const Pack<E>* slots)
+      : slots(slots), threads(cut.threads) {
+    in.scale.Load(tile.n, tile.channel, kSize, 1.0f, slope);
+    in.bias.Load(tile.n, tile.channel, kSize, 0.0f, bias);
+    groups.ForEach([&](int i, int group) {
+      const int64_t index = tile.n * cut.groups + tile.first_group + group;
+      mean[i] = in.mean[index];
+      slope[i] *= in.rstd[index];
+    });
+  }
+  // x - mean and dz of a step. `taken` is called when both are out of shared memory.
+  template <Activation kActivation, typename Taken>
+  __device__ __forceinline__ void Differentiate(int step, float (&deviation)[kSize],
+                                                float (&dz)[kSize], Taken taken) const {
+    ToNumbers(slots[2 * step * threads], deviation);
+    ToNumbers(slots[(2 * step + 1) * threads], dz);
+    taken();
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      deviation[i] -= mean[i];
+      dz[i] = FastBackward<E, kActivation>(dz[i], deviation[i] * slope[i] + bias[i]);
+    }
+  }
+};
+
+// Adds up the threads' sums of each channel: scratch [2][kSize][threads + 1] -> channels
+// [2][tile channels].
+template <int kSize>
+__device__ __forceinline__ void ReduceChannels(const ResidentCut& cut, const float* scratch,
+                                               float* channels) {
+  const int columns = cut.tile_packs * kSize;
+  for (int unit = threadIdx.x; unit < 2 * columns; unit += cut.threads) {
+    const int which = unit / columns, column = unit % columns;
+    const float* from =
+        scratch + (which * kSize + column % kSize) * (cut.threads + 1) + column / kSize;
+    float sum = 0;
+#pragma unroll 4
+    for (int line = 0; line < cut.lines; ++line) sum += from[line * cut.tile_packs];
+    channels[unit] = sum;
+  }
+}
+
+// What dx subtracts, for each group in space.numbers: rstd * mean(scale dz), and as mean_low
+// rstd^2 * mean(scale dz xhat), times x - mean; from the channels' sums in the scratch.
+template <typename E>
+__device__ __forceinline__ void TileSums(const ResidentCut& cut,
+                                         const TilePlace<kPackSize<E>>& place,
+                                         const Tile<kPackSize<E>>& tile,
+                                         const ResidentShared& space, const Team& team,
+                                         const BackwardInputs<E>& in, Pair<float>* channel_rows,
+                                         int exchange) {
+  constexpr int kSize = kPackSize<E>;
+  const int columns = cut.tile_packs * kSize, size = static_cast<int>(cut.group_size);
+  float* const channels = space.scratch + 2 * kSize * (cut.threads + 1);
+  __syncthreads();
+  ReduceChannels<kSize>(cut, space.scratch, channels);
+  __syncthreads();
+  if (exchange == 0) team.Begin();
+  const float* const rstd = in.rstd + tile.n * cut.groups + tile.first_group;
+  const int64_t first_channel = tile.first_group * size;
+  Pair<float>* const row =
+      channel_rows + (tile.n * cut.team + place.rank) * cut.channels + first_channel;
+  for (int group = threadIdx.x / 32; group < cut.tile_groups; group += cut.threads / 32) {
+    Pair<float> sums = {0, 0};
+    for (int i = threadIdx.x % 32; i < size; i += 32) {
+      const int column = group * size + i;
+      const Pair<float> sum = {channels[column], channels[columns + column] * rstd[group]};
+      const float factor = in.scale.LoadOne(tile.n, first_channel + column, 1.0f);
+      sums.first += factor * sum.first;
+      sums.second += factor * sum.second;
+      if (channel_rows != nullptr) row[column] = sum;
+    }
+    team.Put(exchange, group, WarpSum(sums));
+  }
+  team.Exchange();
+  for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
+    const Pair<float> sums = team.Total(exchange, group);
+    space.numbers[group] = {rstd[group] * (sums.first * cut.share),
+                            rstd[group] * (sums.second * cut.share) * rstd[group], 0, 0};
+  }
+  __syncthreads();
+}
+
+template <typename E>
+__global__ void __launch_bounds__(kTileThreads, 2)
+    ResidentTileBackwardKernel(ResidentCut cut, BackwardInputs<E> in, Pair<float>* channel_rows,
+                               E* dx) {
+  constexpr int kSize = kPackSize<E>;
+  extern __shared__ __align__(16) char shared[];
+  const ResidentShared space(cut, shared, 2 * cut.steps);
+  const Team team(cut, space.places);
+  const TilePlace<kSize> place(cut, team.rank());
+  const PackGroups<kSize> groups(cut, place.pack);
+  Pack<E>* const slots = space.Slots<E>();
+  CopyParts parts(cut.steps);
+  const auto copy = [&](int step, int64_t at) {
+    CopyAsync(SharedAddress(slots + 2 * step * cut.threads), in.x + at);
+    CopyAsync(SharedAddress(slots + (2 * step + 1) * cut.threads), in.dy + at);
+  };
+  const SlabWalk walk(cut);
+  Tile<kSize> tile(cut, place, walk.first);
+  for (int step = 0; step < place.steps; ++step) {
+    copy(step, tile.offset + step * place.stride);
+    parts.Issued(step);
+  }
+  parts.AllIssued();
+  int exchange = 0;
+  for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride, ++exchange) {
+    const TileGradient<E> gradient(cut, tile, groups, in, slots);
+    WithActivation(in.activation, [&](auto tag) {
+      ChannelSums<E, kSize> sums;
+      for (int step = 0; step < place.steps; sums.EndPart()) {
+        const int stop = min(place.steps, parts.Ready(step));
+#pragma unroll 1
+        for (; step < stop; ++step) {
+          float deviation[kSize], dz[kSize];
+          gradient.template Differentiate<tag()>(step, deviation, dz, [] {});
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            sums.part[i].first += dz[i];
+            sums.part[i].second = fmaf(dz[i], deviation[i], sums.part[i].second);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        space.scratch[i * (cut.threads + 1) + threadIdx.x] = sums.Total()[i].first;
+        space.scratch[(kSize + i) * (cut.threads + 1) + threadIdx.x] = sums.Total()[i].second;
+      }
+    });
+    TileSums<E>(cut, place, tile, space, team, in, channel_rows, exchange);
+    float constant[kSize], linear[kSize];
+    groups.ForEach([&](int i, int group) {
+      constant[i] = space.numbers[group].mean_high;
+      linear[i] = space.numbers[group].mean_low;
+    });
+    E* to = dx + tile.offset;
+    const bool more = slab + walk.stride < walk.end;
+    if (more) {
+      tile = Tile<kSize>(cut, place, slab + walk.stride);
+      const int64_t group = tile.n * cut.groups + tile.first_group + groups.first;
+      Prefetch(in.mean + group);
+      Prefetch(in.rstd + group);
+    }
+    int64_t from = tile.offset;
+    WithActivation(in.activation, [&](auto tag) {
+#pragma unroll 1
+      for (int step = 0; step < place.steps; ++step) {
+        float deviation[kSize], dz[kSize];
+        gradient.template Differentiate<tag()>(step, deviation, dz, [&] {
+          if (more) copy(step, from);
+          parts.Issued(step);
+        });
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          dz[i] = gradient.slope[i] * dz[i] - constant[i] - deviation[i] * linear[i];
+        }
+        StorePack(to, ToPack<E>(dz));
+        from += place.stride;
+        to += place.stride;
+      }
+    });
+    parts.AllIssued();
+  }
+}
+
+}  // namespace
+
+template <typename E>
+Status LaunchResidentTileBackward(const Problem& problem, const ResidentCut& cut,
+                                  const Stage& stage, const BackwardArgs& args,
+                                  cudaStream_t stream) {
+  return LaunchResident(ResidentTileBackwardKernel<E>, "ResidentTileBackwardKernel", cut, stage,
+                        stream, cut, BackwardInputs<E>(problem, args),
+                        HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
+                        static_cast<E*>(args.dx));
+}
+
+#define JAX_GN_INSTANTIATE(E)                                                                     \
+  template Status LaunchResidentTileBackward<E>(const Problem&, const ResidentCut&, const Stage&, \
+                                                const BackwardArgs&, cudaStream_t);
+JAX_GN_FOR_RESIDENT_ELEMENTS(JAX_GN_INSTANTIATE)
+
+}  // namespace jax_gn::cuda

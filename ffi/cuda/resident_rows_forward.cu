@@ -1,0 +1,161 @@
+// The forward pass of resident_rows.h.
+#include "resident_rows.h"
+
+namespace jax_gn::cuda {
+namespace {
+
+// Adds up the threads' sums of each group, a warp at a group, and puts them to the team.
+// scratch: [slots][2][threads].
+template <int kSize>
+__device__ void ReduceTile(const ResidentCut& cut, const float* scratch, const Team& team,
+                           int round) {
+  const int lane = threadIdx.x % 32, size = static_cast<int>(cut.group_size);
+  for (int group = threadIdx.x / 32; group < cut.tile_groups; group += cut.threads / 32) {
+    const int begin = group * size, end = begin + size;
+    // In its first pack the group comes after others, in the next ones it is the first.
+    int pack = begin / kSize, slot = (begin % kSize + size - 1) / size;
+    Pair<float> sums = {0, 0};
+    for (; pack * kSize < end; ++pack, slot = 0) {
+      const float* from = scratch + 2 * slot * cut.threads + pack;
+      for (int line = lane; line < cut.lines; line += 32) {
+        sums.first += from[line * cut.tile_packs];
+        sums.second += from[line * cut.tile_packs + cut.threads];
+      }
+    }
+    team.Put(round, group, WarpSum(sums));
+  }
+}
+
+// The groups' results in space.numbers, from the packs in `slots`; the team's first block stores
+// them. `exchanges` counts the team's.
+template <typename E>
+__device__ __forceinline__ void TileStatistics(
+    const ResidentCut& cut, const TilePlace<kPackSize<E>>& place, const Tile<kPackSize<E>>& tile,
+    const PackGroups<kPackSize<E>>& groups, const ResidentShared& space, const Team& team,
+    const E* x, const Pack<E>* slots, CopyParts* parts, float epsilon, float* mean, float* rstd,
+    int* exchanges) {
+  constexpr int kSize = kPackSize<E>;
+  const E* const sample = x + tile.n * cut.spatial * cut.channels;
+  float shift[kSize], first_element = 0;  // of the group
+  groups.ForEach([&](int i, int group) {
+    if (i == 0 || (groups.starts >> i & 1u)) {
+      first_element = ToNumber(sample[(tile.first_group + group) * cut.group_size]);
+    }
+    shift[i] = first_element;
+  });
+  for (bool again = false;; again = true) {
+    ChannelSums<E, kSize> sums;
+    for (int step = 0; step < place.steps; sums.EndPart()) {
+      const int stop = again ? min(place.steps, step + cut.steps / kCopyParts + 1)
+                             : min(place.steps, parts->Ready(step));
+#pragma unroll 2
+      for (; step < stop; ++step) {
+        float values[kSize];
+        ToNumbers(slots[step * cut.threads], values);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          ShiftedSums{shift[i], cut.share}.Add(values[i], sums.part[i]);
+        }
+      }
+    }
+    groups.StoreSums(sums.Total(), space.scratch + threadIdx.x, cut.threads);
+    __syncthreads();
+    if (*exchanges == 0) team.Begin();
+    ReduceTile<kSize>(cut, space.scratch, team, *exchanges);
+    team.Exchange();
+    bool good = true;
+    for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
+      const int64_t index = tile.first_group + group;
+      const float about =
+          again ? space.numbers[group].mean_high : ToNumber(sample[index * cut.group_size]);
+      GroupNumbers numbers;
+      good =
+          FinishGroup(team.Total(*exchanges, group), {about, cut.share}, epsilon, &numbers) && good;
+      space.numbers[group] = numbers;
+      if (place.rank == 0) {
+        mean[tile.n * cut.groups + index] = numbers.mean_high;
+        rstd[tile.n * cut.groups + index] = numbers.rstd;
+      }
+    }
+    ++*exchanges;
+    if (__syncthreads_and(good) || again) return;
+    groups.ForEach([&](int i, int group) { shift[i] = space.numbers[group].mean_high; });
+  }
+}
+
+template <typename E>
+__global__ void __launch_bounds__(kTileThreads, 2)
+    ResidentTileForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
+                              float epsilon, Activation activation, float* mean, float* rstd,
+                              E* y) {
+  constexpr int kSize = kPackSize<E>;
+  extern __shared__ __align__(16) char shared[];
+  const ResidentShared space(cut, shared, cut.steps);
+  const Team team(cut, space.places);
+  const TilePlace<kSize> place(cut, team.rank());
+  const PackGroups<kSize> groups(cut, place.pack);
+  Pack<E>* const slots = space.Slots<E>();
+  CopyParts parts(cut.steps);
+  const SlabWalk walk(cut);
+  Tile<kSize> tile(cut, place, walk.first);
+  for (int step = 0; step < place.steps; ++step) {
+    CopyAsync(SharedAddress(slots + step * cut.threads), x + tile.offset + step * place.stride);
+    parts.Issued(step);
+  }
+  parts.AllIssued();
+  int exchanges = 0;
+  for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride) {
+    TileStatistics<E>(cut, place, tile, groups, space, team, x, slots, &parts, epsilon, mean, rstd,
+                      &exchanges);
+    Normaliser normalisers[kSize];
+    {
+      float scales[kSize], biases[kSize];
+      scale.Load(tile.n, tile.channel, kSize, 1.0f, scales);
+      bias.Load(tile.n, tile.channel, kSize, 0.0f, biases);
+      groups.ForEach([&](int i, int group) {
+        normalisers[i] = Normaliser(space.numbers[group], scales[i], biases[i]);
+      });
+    }
+    E* to = y + tile.offset;
+    const bool more = slab + walk.stride < walk.end;
+    if (more) {
+      tile = Tile<kSize>(cut, place, slab + walk.stride);
+      Prefetch(x + tile.n * cut.spatial * cut.channels + tile.channel);  // the shifts
+    }
+    const E* from = x + tile.offset;
+    WithActivation(activation, [&](auto tag) {
+#pragma unroll 2
+      for (int step = 0; step < place.steps; ++step) {
+        float z[kSize];
+        ToNumbers(slots[step * cut.threads], z);
+        if (more) CopyAsync(SharedAddress(slots + step * cut.threads), from);
+        parts.Issued(step);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) z[i] = Activate<tag()>(normalisers[i](z[i]));
+        StorePack(to, ToPack<E>(z));
+        from += place.stride;
+        to += place.stride;
+      }
+    });
+    parts.AllIssued();
+  }
+}
+
+}  // namespace
+
+template <typename E>
+Status LaunchResidentTileForward(const Problem& problem, const ResidentCut& cut, const Stage& stage,
+                                 const ForwardArgs& args, cudaStream_t stream) {
+  return LaunchResident(ResidentTileForwardKernel<E>, "ResidentTileForwardKernel", cut, stage,
+                        stream, cut, static_cast<const E*>(args.x), ScaleOf(problem, args),
+                        BiasOf(problem, args), static_cast<float>(args.epsilon), problem.activation,
+                        static_cast<float*>(args.mean), static_cast<float*>(args.rstd),
+                        static_cast<E*>(args.y));
+}
+
+#define JAX_GN_INSTANTIATE(E)                                                                    \
+  template Status LaunchResidentTileForward<E>(const Problem&, const ResidentCut&, const Stage&, \
+                                               const ForwardArgs&, cudaStream_t);
+JAX_GN_FOR_RESIDENT_ELEMENTS(JAX_GN_INSTANTIATE)
+
+}  // namespace jax_gn::cuda
