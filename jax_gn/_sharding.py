@@ -94,7 +94,8 @@ def vary_alike(*arrays):
             return array
         if hasattr(jax.lax, "pcast"):
             return jax.lax.pcast(array, missing, to="varying")
-        return jax.lax.pvary(array, missing)  # jax 0.8
+        # jax 0.8's name of it.
+        return jax.lax.pvary(array, missing)  # pyright: ignore[reportAttributeAccessIssue]
 
     return tuple(map(cast, arrays))
 
