@@ -54,8 +54,9 @@ def group_norm(
 
     Reverse-mode derivatives of any order work, so does forward mode over reverse. Direct forward
     mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) needs ``implementation="xla"``; where JAX itself
-    reports it, the text speaks of forward mode and a custom_vjp function. mean and rstd are saved
-    under the name "jax_gn_statistics" for `jax.checkpoint` policies.
+    reports it, the text is "can't apply forward-mode differentiation (jvp) to a custom_vjp
+    function" (or "forward-mode autodiff", by the version of JAX). mean and rstd are saved under the
+    name "jax_gn_statistics" for `jax.checkpoint` policies.
 
     Args:
       x: `[N, *spatial, C]`, or `[N, C, *spatial]` with ``channel_axis=1``; rank 2 to 8; float32,
