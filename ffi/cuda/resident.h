@@ -249,18 +249,6 @@ struct Normaliser {
   }
 };
 
-// dz from dy. silu's derivative for 16-bit elements takes 1 - s as it comes, off by less than
-// 1e-7 |z| of 1: an instruction less, and no bound on z.
-template <typename E, Activation kActivation>
-__device__ __forceinline__ float FastBackward(float dy, float z) {
-  if constexpr (sizeof(E) == 2 && kActivation == Activation::kSilu) {
-    const float s = internal::Sigmoid(z);
-    return dy * fmaf(s * z, 1 - s, s);
-  } else {
-    return ActivationBackward<kActivation>(dy, z);
-  }
-}
-
 // Whether sums are taken in two levels, so that fewer roundings follow one another: float32
 // elements feel them, and leave the registers for it.
 template <typename E>

@@ -15,8 +15,8 @@ namespace {
 template <typename E>
 inline constexpr int kRows = 32 / (kRowPack<E> * static_cast<int>(sizeof(E)));
 
-// Calls f(offset of the row, xhat, dz) for the thread's rows of one sample.
-template <typename E, typename F>
+// Calls f(offset of the row, x - mean, dz) for the thread's rows of one sample.
+template <Activation kActivation, typename E, typename F>
 __device__ __forceinline__ void WalkGradients(const RowCut& cut, const RowThread& thread,
                                               int64_t offset, const BackwardInputs<E>& in,
                                               const RowCoefficients<E>& coefficients, F f) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void WalkGradients(const RowCut& cut, const RowThread
       T x[kRowPack<E>], dy[kRowPack<E>];
       ToNumbers(x_packs[u], x);
       ToNumbers(dy_packs[u], dy);
-      coefficients.Differentiate(in.activation, x, dy);
+      coefficients.template Differentiate<kActivation>(x, dy);
       f(at + u * stride, x, dy);
     }
   });
@@ -52,17 +52,20 @@ __device__ __forceinline__ void ReadSums(const RowCut& cut, const RowBlock& bloc
   Pair<T> sums[kSize] = {};
   RowCoefficients<E> coefficients;
   coefficients.Load(cut, thread, n, in);
-  WalkGradients(cut, thread, thread.Offset(cut, block, n), in, coefficients,
-                [&](int64_t, const T(&xhat)[kSize], const T(&dz)[kSize]) {
+  WithActivation(in.activation, [&](auto tag) {
+    WalkGradients<tag()>(cut, thread, thread.Offset(cut, block, n), in, coefficients,
+                         [&](int64_t, const T(&deviation)[kSize], const T(&dz)[kSize]) {
 #pragma unroll
-                  for (int i = 0; i < kSize; ++i) {
-                    sums[i].first += dz[i];
-                    sums[i].second += dz[i] * xhat[i];
-                  }
-                });
+                           for (int i = 0; i < kSize; ++i) {
+                             sums[i].first += dz[i];
+                             sums[i].second += dz[i] * deviation[i];
+                           }
+                         });
+  });
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     const Pair<T> before = per_sample ? Pair<T>{0, 0} : channel_sums.Mine(i);
+    sums[i].second *= coefficients.rstd[i];
     channel_sums.Mine(i) = {before.first + sums[i].first, before.second + sums[i].second};
     exchange.Mine(i) = {coefficients.scale[i] * sums[i].first,
                         coefficients.scale[i] * sums[i].second};
@@ -131,21 +134,26 @@ __global__ void __launch_bounds__(kThreads)
   if (thread.channels == 0) return;
   const bool whole_dx = WholePacks<kSize>(cut, dx);
   RowCoefficients<E> coefficients;
-  Pair<T> mean[kSize] = {};
+  Pair<T> mean[kSize] = {};  // the second one times rstd, to go with x - mean
   for (int64_t n = block.first_sample + thread.slot; n < block.end_sample; n += cut.batch) {
     coefficients.Load(cut, thread, n, in);
-    ForGroups<kSize>(cut, thread.channel, thread.channels,
-                     [&](int i, int64_t group) { mean[i] = means[n * cut.groups + group]; });
-    WalkGradients(cut, thread, thread.Offset(cut, block, n), in, coefficients,
-                  [&](int64_t at, const T(&xhat)[kSize], const T(&dz)[kSize]) {
-                    T result[kSize];
+    ForGroups<kSize>(cut, thread.channel, thread.channels, [&](int i, int64_t group) {
+      mean[i] = means[n * cut.groups + group];
+      mean[i].second *= coefficients.rstd[i];
+    });
+    WithActivation(in.activation, [&](auto tag) {
+      WalkGradients<tag()>(
+          cut, thread, thread.Offset(cut, block, n), in, coefficients,
+          [&](int64_t at, const T(&deviation)[kSize], const T(&dz)[kSize]) {
+            T result[kSize];
 #pragma unroll
-                    for (int i = 0; i < kSize; ++i) {
-                      result[i] = GradientOf(coefficients.scale[i], dz[i], xhat[i],
-                                             coefficients.rstd[i], mean[i]);
-                    }
-                    StoreRow(dx + at, ToPack<E>(result), thread.channels, whole_dx);
-                  });
+            for (int i = 0; i < kSize; ++i) {
+              result[i] = GradientOf(coefficients.scale[i], dz[i], deviation[i],
+                                     coefficients.rstd[i], mean[i]);
+            }
+            StoreRow(dx + at, ToPack<E>(result), thread.channels, whole_dx);
+          });
+    });
   }
 }
 

@@ -23,16 +23,14 @@ struct RowCoefficients {
     });
   }
 
-  // x becomes xhat and dy becomes dz.
-  __device__ __forceinline__ void Differentiate(Activation activation, T (&x)[kSize],
-                                                T (&dy)[kSize]) const {
-    T z[kSize];
+  // x becomes its deviation from the mean and dy becomes dz.
+  template <Activation kActivation>
+  __device__ __forceinline__ void Differentiate(T (&x)[kSize], T (&dy)[kSize]) const {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      x[i] = (x[i] - mean[i]) * rstd[i];
-      z[i] = x[i] * scale[i] + bias[i];
+      x[i] -= mean[i];
+      dy[i] = FastBackward<E, kActivation>(dy[i], x[i] * (rstd[i] * scale[i]) + bias[i]);
     }
-    ActivateBackwardAll(activation, z, dy);
   }
 };
 

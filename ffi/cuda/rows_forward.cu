@@ -36,11 +36,14 @@ __device__ __forceinline__ void ReadMoments(const RowCut& cut, const RowThread& 
   WalkRows<kRows<E>>(0, stride, thread.rows, [&](int64_t offset, int rows) {
     Pack<E, kRowPack<E>> packs[kRows<E>];
     LoadRows(x + offset, stride, rows, thread.channels, whole, packs);
+    T values[kRows<E>][kRowPack<E>];
+#pragma unroll
+    for (int u = 0; u < kRows<E>; ++u) ToNumbers(packs[u], values[u]);
 #pragma unroll
     for (int i = 0; i < kRowPack<E>; ++i) {
-      if (offset == 0) moments[i].shift = ToNumber(packs[0].values[i]);
+      if (offset == 0) moments[i].shift = values[0][i];
       moments[i].template Add<kRows<E>>(
-          count, static_cast<T>(rows), [&](int u) { return ToNumber(packs[u].values[i]); },
+          count, static_cast<T>(rows), [&](int u) { return values[u][i]; },
           [&](int u) { return u < rows; });
     }
     count += rows;
@@ -131,22 +134,24 @@ __global__ void __launch_bounds__(kThreads)
       slope[i] = statistics.rstd[at] * scales[i];
       shift[i] = biases[i] - statistics.mean_low[at] * slope[i];
     });
-    WalkRows<kApplyRows>(thread.Offset(cut, block, n), stride, thread.rows,
-                         [&](int64_t at, int rows) {
-                           Pack<E, kRowPack<E>> packs[kApplyRows];
-                           LoadRows(x + at, stride, rows, thread.channels, whole_x, packs);
+    WithActivation(activation, [&](auto tag) {
+      WalkRows<kApplyRows>(
+          thread.Offset(cut, block, n), stride, thread.rows, [&](int64_t at, int rows) {
+            Pack<E, kSize> packs[kApplyRows];
+            LoadRows(x + at, stride, rows, thread.channels, whole_x, packs);
 #pragma unroll
-                           for (int u = 0; u < kApplyRows; ++u) {
-                             if (u >= rows) break;
-                             T z[kSize];
-                             ToNumbers(packs[u], z);
+            for (int u = 0; u < kApplyRows; ++u) {
+              if (u >= rows) break;
+              T z[kSize];
+              ToNumbers(packs[u], z);
 #pragma unroll
-                             for (int i = 0; i < kSize; ++i)
-                               z[i] = (z[i] - mean[i]) * slope[i] + shift[i];
-                             ActivateAll(activation, z);
-                             StoreRow(y + at + u * stride, ToPack<E>(z), thread.channels, whole_y);
-                           }
-                         });
+              for (int i = 0; i < kSize; ++i) {
+                z[i] = Activate<tag()>((z[i] - mean[i]) * slope[i] + shift[i]);
+              }
+              StoreRow(y + at + u * stride, ToPack<E>(z), thread.channels, whole_y);
+            }
+          });
+    });
   }
 }
 

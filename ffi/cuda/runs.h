@@ -36,21 +36,28 @@ struct RunPacks {
 
   __device__ RunPacks(E* tensor, int phase) : tensor(tensor), aligned(Phase(tensor) == phase) {}
 
-  // The pack at element `at`, as far as it lies in [begin, end).
-  __device__ __forceinline__ auto Load(int64_t at, int64_t begin, int64_t end) const {
+  // The pack at element `at`.
+  __device__ __forceinline__ auto Load(int64_t at) const {
     using Element = std::remove_const_t<E>;
-    constexpr int kSize = kPackSize<Element>;
-    if (aligned && at >= begin && at + kSize <= end) return LoadPack<Element>(tensor + at);
-    return LoadPart<Element>(tensor + at, First(at, begin), Last<kSize>(at, end));
+    if (aligned) return LoadPack<Element>(tensor + at);
+    return cuda::LoadPart<Element>(tensor + at, 0, kPackSize<Element>);
   }
-  __device__ __forceinline__ void Store(int64_t at, int64_t begin, int64_t end,
-                                        const Pack<E>& pack) const {
-    constexpr int kSize = kPackSize<E>;
-    if (aligned && at >= begin && at + kSize <= end) {
+  __device__ __forceinline__ void Store(int64_t at, const Pack<E>& pack) const {
+    if (aligned) {
       StorePack(tensor + at, pack);
     } else {
-      StorePart(tensor + at, pack, First(at, begin), Last<kSize>(at, end));
+      cuda::StorePart(tensor + at, pack, 0, kPackSize<E>);
     }
+  }
+  // As far as it lies in [begin, end); a load gives zeros elsewhere.
+  __device__ __forceinline__ auto LoadPart(int64_t at, int64_t begin, int64_t end) const {
+    using Element = std::remove_const_t<E>;
+    return cuda::LoadPart<Element>(tensor + at, First(at, begin),
+                                   Last<kPackSize<Element>>(at, end));
+  }
+  __device__ __forceinline__ void StorePart(int64_t at, int64_t begin, int64_t end,
+                                            const Pack<E>& pack) const {
+    cuda::StorePart(tensor + at, pack, First(at, begin), Last<kPackSize<E>>(at, end));
   }
 
   // The elements of a pack that count.

@@ -25,43 +25,46 @@ struct RunCoefficients {
   }
 };
 
-// Calls f(at, xhat, dz) for the thread's packs; dz is 0 beyond the piece.
-template <typename E, typename F>
+// Calls whole(at, x - mean, dz) for the thread's packs within the piece, and part(…) for those at
+// its ends, of which elements beyond it are 0.
+template <Activation kActivation, typename E, typename Whole, typename Part>
 __device__ __forceinline__ void WalkGradients(const RunCut& cut, const RunPiece& piece,
                                               const BackwardInputs<E>& in,
-                                              const RunCoefficients<E>& c, F f) {
+                                              const RunCoefficients<E>& c, Whole whole, Part part) {
   using T = Accumulator<E>;
   constexpr int kSize = kPackSize<E>;
   const int phase = Phase(in.x);
   const RunPacks<const E> x_packs(in.x, phase), dy_packs(in.dy, phase);
-  const auto differentiate = [&](int64_t at, const Pack<E>& x_pack, const Pack<E>& dy_pack) {
-    T x[kSize], dy[kSize], z[kSize];
+  const auto differentiate = [&](const Pack<E>& x_pack, const Pack<E>& dy_pack, T(&x)[kSize],
+                                 T(&dy)[kSize]) {
     ToNumbers(x_pack, x);
     ToNumbers(dy_pack, dy);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      x[i] = (x[i] - c.mean) * c.rstd;
-      z[i] = x[i] * c.scale + c.bias;
+      x[i] -= c.mean;
+      dy[i] = FastBackward<E, kActivation>(dy[i], x[i] * (c.rstd * c.scale) + c.bias);
     }
-    ActivateBackwardAll(in.activation, z, dy);
-    f(at, x, dy);
   };
   WalkRun<kSize, kPacks>(
       cut, piece, phase,
       [&](int64_t at, int64_t stride) {
-        Pack<E> x[kPacks], dy[kPacks];
+        Pack<E> x_pack[kPacks], dy_pack[kPacks];
 #pragma unroll
-        for (int u = 0; u < kPacks; ++u) x[u] = LoadPack(in.x + at + u * stride);
+        for (int u = 0; u < kPacks; ++u) x_pack[u] = LoadPack(in.x + at + u * stride);
+#pragma unroll
+        for (int u = 0; u < kPacks; ++u) dy_pack[u] = dy_packs.Load(at + u * stride);
 #pragma unroll
         for (int u = 0; u < kPacks; ++u) {
-          dy[u] = dy_packs.Load(at + u * stride, piece.begin, piece.end);
+          T deviation[kSize], dz[kSize];
+          differentiate(x_pack[u], dy_pack[u], deviation, dz);
+          whole(at + u * stride, deviation, dz);
         }
-#pragma unroll
-        for (int u = 0; u < kPacks; ++u) differentiate(at + u * stride, x[u], dy[u]);
       },
       [&](int64_t at) {
-        differentiate(at, x_packs.Load(at, piece.begin, piece.end),
-                      dy_packs.Load(at, piece.begin, piece.end));
+        T deviation[kSize], dz[kSize];
+        differentiate(x_packs.LoadPart(at, piece.begin, piece.end),
+                      dy_packs.LoadPart(at, piece.begin, piece.end), deviation, dz);
+        part(at, deviation, dz);
       });
 }
 
@@ -75,18 +78,29 @@ __global__ void __launch_bounds__(kThreads, 3)
   Pair<T> sum = {0, 0};
   if (piece.valid) {
     const RunCoefficients<E> coefficients(cut, piece, piece.run / group_size, in);
-    WalkGradients(cut, piece, in, coefficients,
-                  [&](int64_t at, const T(&xhat)[kSize], const T(&dz)[kSize]) {
-                    Pair<T> pack_sum = {0, 0};
+    const auto add = [&](int first, int last, const T(&deviation)[kSize], const T(&dz)[kSize]) {
+      Pair<T> pack_sum = {0, 0};
 #pragma unroll
-                    for (int i = 0; i < kSize; ++i) {
-                      if (at + i < piece.begin || at + i >= piece.end) continue;
-                      pack_sum.first += dz[i];
-                      pack_sum.second += dz[i] * xhat[i];
-                    }
-                    sum.first += pack_sum.first;
-                    sum.second += pack_sum.second;
-                  });
+      for (int i = 0; i < kSize; ++i) {
+        if (i < first || i >= last) continue;
+        pack_sum.first += dz[i];
+        pack_sum.second += dz[i] * deviation[i];
+      }
+      sum = {sum.first + pack_sum.first, sum.second + pack_sum.second};
+    };
+    using Packs = RunPacks<const E>;
+    WithActivation(in.activation, [&](auto tag) {
+      WalkGradients<tag()>(
+          cut, piece, in, coefficients,
+          [&](int64_t, const T(&deviation)[kSize], const T(&dz)[kSize]) {
+            add(0, kSize, deviation, dz);
+          },
+          [&](int64_t at, const T(&deviation)[kSize], const T(&dz)[kSize]) {
+            add(Packs::First(at, piece.begin), Packs::template Last<kSize>(at, piece.end),
+                deviation, dz);
+          });
+    });
+    sum.second *= coefficients.rstd;
   }
   const Pair<double> total = LaneSum(Pair<double>{sum.first, sum.second}, cut.lanes);
   if (!piece.valid || piece.lane != 0) return;
@@ -105,15 +119,25 @@ __global__ void __launch_bounds__(kThreads)
   if (!piece.valid) return;
   const int64_t group = piece.run / group_size;
   const RunCoefficients<E> c(cut, piece, group, in);
-  const Pair<T> mean = means[group];
+  const Pair<T> mean = {means[group].first, means[group].second * c.rstd};
   const RunPacks<E> out(dx, Phase(in.x));
-  WalkGradients(cut, piece, in, c, [&](int64_t at, const T(&xhat)[kSize], const T(&dz)[kSize]) {
+  const auto gradient = [&](const T(&deviation)[kSize], const T(&dz)[kSize]) {
     T result[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      result[i] = GradientOf(c.scale, dz[i], xhat[i], c.rstd, mean);
+      result[i] = GradientOf(c.scale, dz[i], deviation[i], c.rstd, mean);
     }
-    out.Store(at, piece.begin, piece.end, ToPack<E>(result));
+    return ToPack<E>(result);
+  };
+  WithActivation(in.activation, [&](auto tag) {
+    WalkGradients<tag()>(
+        cut, piece, in, c,
+        [&](int64_t at, const T(&deviation)[kSize], const T(&dz)[kSize]) {
+          out.Store(at, gradient(deviation, dz));
+        },
+        [&](int64_t at, const T(&deviation)[kSize], const T(&dz)[kSize]) {
+          out.StorePart(at, piece.begin, piece.end, gradient(deviation, dz));
+        });
   });
 }
 

@@ -26,21 +26,24 @@ __global__ void __launch_bounds__(kThreads)
     Pack<E> loaded[kPacks];
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) loaded[u] = LoadPack(x + at + u * stride);
-    if (count == 0) moments.shift = ToNumber(loaded[0].values[0]);
+    T values[kPacks][kSize];
+#pragma unroll
+    for (int u = 0; u < kPacks; ++u) ToNumbers(loaded[u], values[u]);
+    if (count == 0) moments.shift = values[0][0];
     moments.template Add<kPacks * kSize>(
         static_cast<T>(count), T(kPacks * kSize),
-        [&](int i) { return ToNumber(loaded[i / kSize].values[i % kSize]); },
-        [](int) { return true; });
+        [&](int i) { return values[i / kSize][i % kSize]; }, [](int) { return true; });
     count += kPacks * kSize;
   };
   const auto part = [&](int64_t at) {
-    const Pack<E> loaded = packs.Load(at, piece.begin, piece.end);
+    T values[kSize];
+    ToNumbers(packs.LoadPart(at, piece.begin, piece.end), values);
     const int first = packs.First(at, piece.begin);
     const int last = packs.template Last<kSize>(at, piece.end);
     if (count == 0) moments.shift = ToNumber(x[at + first]);
     moments.template Add<kSize>(
         static_cast<T>(count), static_cast<T>(last - first),
-        [&](int i) { return ToNumber(loaded.values[i]); },
+        [&](int i) { return values[i]; },
         [&](int i) { return first <= i && i < last; });
     count += last - first;
   };
@@ -76,24 +79,28 @@ __global__ void __launch_bounds__(kThreads)
   const T mean = statistics.mean[group];
   const T slope = statistics.rstd[group] * scale.LoadOne(n, channel, T(1));
   const T shift = bias.LoadOne(n, channel, T(0)) - statistics.mean_low[group] * slope;
-  const auto apply = [&](int64_t at, const Pack<E>& loaded) {
-    T z[kSize];
-    ToNumbers(loaded, z);
+  WithActivation(activation, [&](auto tag) {
+    const auto apply = [&](const Pack<E>& loaded) {
+      T z[kSize];
+      ToNumbers(loaded, z);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) z[i] = (z[i] - mean) * slope + shift;
-    ActivateAll(activation, z);
-    out.Store(at, piece.begin, piece.end, ToPack<E>(z));
-  };
-  WalkRun<kSize, kPacks>(
-      cut, piece, phase,
-      [&](int64_t at, int64_t stride) {
-        Pack<E> loaded[kPacks];
+      for (int i = 0; i < kSize; ++i) z[i] = Activate<tag()>((z[i] - mean) * slope + shift);
+      return ToPack<E>(z);
+    };
+    WalkRun<kSize, kPacks>(
+        cut, piece, phase,
+        [&](int64_t at, int64_t stride) {
+          Pack<E> loaded[kPacks];
 #pragma unroll
-        for (int u = 0; u < kPacks; ++u) loaded[u] = LoadPack(x + at + u * stride);
+          for (int u = 0; u < kPacks; ++u) loaded[u] = LoadPack(x + at + u * stride);
 #pragma unroll
-        for (int u = 0; u < kPacks; ++u) apply(at + u * stride, loaded[u]);
-      },
-      [&](int64_t at) { apply(at, in.Load(at, piece.begin, piece.end)); });
+          for (int u = 0; u < kPacks; ++u) out.Store(at + u * stride, apply(loaded[u]));
+        },
+        [&](int64_t at) {
+          out.StorePart(at, piece.begin, piece.end,
+                        apply(in.LoadPart(at, piece.begin, piece.end)));
+        });
+  });
 }
 
 }  // namespace

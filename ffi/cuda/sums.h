@@ -146,8 +146,8 @@ struct Statistics {
 __device__ __forceinline__ float Rounded(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double Rounded(double a, double b) { return __dmul_rn(a, b); }
 
-// dx of one element; `means` as StoreMeans leaves them. Where the element is the whole group, its
-// scale * dz is the mean, and dx is 0 exactly.
+// dx of one element; `means` as StoreMeans leaves them, or xhat is x - mean and the second of them
+// times rstd. Where the element is the whole group, its scale * dz is the mean, and dx 0 exactly.
 template <typename T>
 __device__ __forceinline__ T GradientOf(T scale, T dz, T xhat, T rstd, const Pair<T>& means) {
   return rstd * (Rounded(scale, dz) - means.first - xhat * means.second);
