@@ -193,8 +193,10 @@ void PlanResident(const Problem& problem, const ResidentCut& cut, const DeviceLi
     plan->width = cut.lanes;
     plan->tile_channels = cut.group_size;
     plan->block_extent = CeilDiv(problem.group_elements(), cut.team);
-    plan->AddStage({forward ? "resident_run_forward" : "resident_run_backward", blocks, cut.threads,
-                    cut.shared_bytes});
+    const char* const kernel = cut.packs()
+                                   ? (forward ? "resident_pack_forward" : "resident_pack_backward")
+                                   : (forward ? "resident_run_forward" : "resident_run_backward");
+    plan->AddStage({kernel, blocks, cut.threads, cut.shared_bytes});
   }
   AddParameterSums(problem, ResidentRows(problem, cut.team), plan);
 }

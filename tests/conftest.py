@@ -4,13 +4,18 @@ JAX_GN_REQUIRE_CUDA=1: the default backend must be a GPU, and a skipped test is 
 marked needs_package, which skips for want of a download that no GPU makes up for).
 
 float64 is off, as it is for users; a test that needs it opens `case.precision()` or asks for the
-fixture `x64`.
+fixture `x64`. Matrix products and convolutions are full float32 ones, also on a GPU, which would
+otherwise round their operands to 10 bits: they are not what is tested.
 """
 
 import os
 
 import jax
 import pytest
+
+# For the scripts that tests start, too.
+os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+jax.config.update("jax_default_matmul_precision", "highest")
 
 REQUIRE_CUDA = os.environ.get("JAX_GN_REQUIRE_CUDA", "") not in ("", "0")
 

@@ -1,6 +1,6 @@
 // The family "resident": each tensor crosses the memory bus once, in one kernel, after which the
 // partial sums of dscale and dbias are added up. The kernels are in resident_rows*.cu (channels
-// last) and resident_runs*.cu (channels first).
+// last), resident_runs*.cu (channels first) and resident_packs*.cu (channels first, short ones).
 #include "families.h"
 #include "resident_kernels.h"
 #include "streaming.h"
@@ -45,8 +45,10 @@ Status LaunchResidentForward(const Problem& problem, const Plan& plan, const For
   const ResidentCut cut = CutOf(problem, plan);
   return VisitResident(problem.dtype, [&](auto element) {
     using E = decltype(element);
-    return cut.rows() ? LaunchResidentTileForward<E>(problem, cut, plan.stages[0], args, stream)
-                      : LaunchResidentRunForward<E>(problem, cut, plan.stages[0], args, stream);
+    const auto launch = cut.rows()    ? LaunchResidentTileForward<E>
+                        : cut.packs() ? LaunchResidentPackForward<E>
+                                      : LaunchResidentRunForward<E>;
+    return launch(problem, cut, plan.stages[0], args, stream);
   });
 }
 
@@ -61,8 +63,10 @@ Status LaunchResidentBackward(const Problem& problem, const Plan& plan, const Ba
   const Stage* stage = plan.stages.data();
   JAX_GN_TRY(VisitResident(problem.dtype, [&](auto element) {
     using E = decltype(element);
-    return cut.rows() ? LaunchResidentTileBackward<E>(problem, cut, *stage++, args, stream)
-                      : LaunchResidentRunBackward<E>(problem, cut, *stage++, args, stream);
+    const auto launch = cut.rows()    ? LaunchResidentTileBackward<E>
+                        : cut.packs() ? LaunchResidentPackBackward<E>
+                                      : LaunchResidentRunBackward<E>;
+    return launch(problem, cut, *stage++, args, stream);
   }));
   for (const Param form : {Param::kPerChannel, Param::kPerSample}) {
     if (problem.scale != form && problem.bias != form) continue;

@@ -1,7 +1,8 @@
 // How the resident kernels cut a problem: host arithmetic, from the problem alone.
 //
 // A slab is what shares statistics, or more of it: of one sample, a tile of channels (whole groups,
-// channels last) or a group (channels first). A team of up to 16 blocks, one thread block cluster,
+// channels last) or a group (channels first: as segments of channels, or as packs whatever their
+// channel). A team of up to 16 blocks, one thread block cluster,
 // holds a slab in its shared memory from the first read to the last write, so that each tensor
 // crosses the memory bus once. A thread reads, waits for and works on packs of its own: `steps` of
 // them, x's and in the backward pass dy's too.
@@ -32,11 +33,14 @@ struct ResidentCut {
   int lanes, segments;     // channels first: threads at a segment, a power of two; of a channel
   int items, item_steps;   // channels first: segments that a thread visits in turn, packs in each
   int segment_packs;       // channels first: of a segment
+  int step_channels, step_rest;  // channels first, packs: from one of a thread to the next
+  int channel_lanes;       // channels first, packs: threads that add up a channel, a power of two
   int tile_groups, slots;  // groups of a tile; most groups that meet a pack
   int64_t slabs, shared_bytes;
   float share;  // 1 / elements of a group
 
   JAX_GN_HOST_DEVICE constexpr bool rows() const { return tile_packs > 0; }
+  JAX_GN_HOST_DEVICE constexpr bool packs() const { return channel_lanes > 0; }
   JAX_GN_HOST_DEVICE constexpr bool solo() const { return slab_threads < threads; }
   constexpr bool valid() const { return threads > 0; }
 };
@@ -50,7 +54,12 @@ inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cu
   const int64_t exchange = 2 * static_cast<int64_t>(cut.team) * cut.tile_groups * 8;
   const int64_t results = AlignUp(cut.tile_groups * 16, kPackBytes);
   int64_t scratch;
-  if (!cut.rows()) {
+  if (cut.packs()) {
+    // Sums of the warps; the table of scale and bias; backward, sums of each pack.
+    scratch = (kRunThreads / 32 + cut.group_size + 1) * 8;
+    const int64_t meet = problem.spatial % ResidentPack(problem) == 0 ? 1 : 2;
+    if (!forward) scratch += meet * cut.steps * cut.threads * 8;
+  } else if (!cut.rows()) {
     scratch = (kRunThreads / 32 + (forward ? 0 : cut.items * (cut.threads / cut.lanes))) * 8;
   } else if (forward) {
     scratch = 2 * static_cast<int64_t>(cut.slots) * cut.threads * 4;
@@ -126,13 +135,29 @@ inline ResidentCut CutSegments(const Problem& problem, int lanes, int warps, int
   return cut;
 }
 
+// Channels first, a group as packs: it must begin with one, and none may meet three channels.
+inline ResidentCut CutPacks(const Problem& problem, int threads, int team) {
+  const int64_t pack = ResidentPack(problem), elements = problem.group_elements();
+  ResidentCut cut = ResidentBase(problem, team);
+  if (elements % pack != 0 || problem.spatial < pack || elements > INT32_MAX / 2) return {};
+  cut.threads = cut.slab_threads = threads;
+  cut.steps = static_cast<int>(CeilDiv(elements / pack, static_cast<int64_t>(threads) * team));
+  cut.step_channels = static_cast<int>(threads * pack / problem.spatial);
+  cut.step_rest = static_cast<int>(threads * pack % problem.spatial);
+  cut.channel_lanes = std::min(32, PowerOfTwoBelow(std::max<int64_t>(1, threads / cut.group_size)));
+  cut.tile_groups = 1;
+  cut.slabs = problem.n * problem.groups;
+  cut.shared_bytes = ResidentSharedBytes(problem, cut);
+  return cut;
+}
+
 // The cut that a plan of the family names.
 inline ResidentCut CutOf(const Problem& problem, const Plan& plan) {
   const int width = static_cast<int>(plan.width), team = static_cast<int>(plan.blocks);
   const int threads = plan.stages[0].threads;
-  return problem.layout == Layout::kChannelsLast
-             ? CutTiles(problem, width, threads, team)
-             : CutSegments(problem, width, threads / 32, team, plan.block_slabs > 1);
+  if (problem.layout == Layout::kChannelsLast) return CutTiles(problem, width, threads, team);
+  if (width == 0) return CutPacks(problem, threads, team);
+  return CutSegments(problem, width, threads / 32, team, plan.block_slabs > 1);
 }
 
 // Rows of dscale's and dbias's partial sums.
@@ -154,6 +179,11 @@ void ForResidentCuts(const Problem& problem, const DeviceLimits& device, Visit v
     if (cut.valid() && Fits(cut, device)) visit(cut);
   };
   if (problem.layout == Layout::kChannelsFirst) {
+    for (int team = 1; team <= kMaxTeam; team *= 2) {
+      for (int threads = 64; threads <= kRunThreads; threads += 32) {
+        offer(CutPacks(problem, threads, team));
+      }
+    }
     for (int lanes = 8; lanes <= 32; lanes *= 2) {
       for (int warps : {4, 8}) offer(CutSegments(problem, lanes, warps, 1, true));
       for (int team = 1; team <= kMaxTeam; team *= 2) {
@@ -201,6 +231,7 @@ inline int64_t ResidentRounds(const ResidentCut& cut, const DeviceLimits& device
 inline bool TeamsGoOn(const Problem& problem, const ResidentCut& cut) {
   const int64_t blocks = ResidentBlocks(cut);
   if (cut.rows()) return blocks <= 2;
+  if (cut.packs()) return false;
   return problem.op == Op::kForward && (blocks == 2 || blocks == 3) &&
          problem.group_elements() % ResidentPack(problem) == 0;
 }

@@ -36,6 +36,48 @@ struct ResidentShared {
   }
 };
 
+// The sums of all threads of a slab: over the warp, the block, the team.
+__device__ __forceinline__ Pair<float> SlabSum(const ResidentCut& cut, Pair<float> sums,
+                                               Pair<float>* warp_sums, const Team& team,
+                                               int exchange) {
+  sums = WarpSum(sums);
+  if (cut.solo()) return sums;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane == 0) warp_sums[warp] = sums;
+  __syncthreads();
+  if (exchange == 0) team.Begin();
+  if (warp == 0) {
+    sums = lane < cut.threads / 32 ? warp_sums[lane] : Pair<float>{0, 0};
+    team.Put(exchange, 0, WarpSum(sums));
+  }
+  team.Exchange();
+  return team.Total(exchange, 0);
+}
+
+// Which of its elements make the shift.
+__device__ __forceinline__ int64_t ShiftElement(const ResidentCut& cut, int i) {
+  return i * (cut.group_size * cut.spatial) / kShiftElements;
+}
+
+// The results of a group that is the whole slab, at `x`, in all of its threads. sum(shifted, again)
+// gives a thread's sums, `again` from data that has been waited for. `exchanges` counts the team's.
+template <typename E, typename Sum>
+__device__ __forceinline__ GroupNumbers GroupStatistics(const ResidentCut& cut, const E* x,
+                                                        const ResidentShared& space,
+                                                        const Team& team, float epsilon,
+                                                        int* exchanges, Sum sum) {
+  const float shift = ShiftOf([&](int i) { return x[ShiftElement(cut, i)]; });
+  ShiftedSums shifted = {shift, cut.share};
+  for (bool again = false;; again = true) {
+    const Pair<float> sums =
+        SlabSum(cut, sum(shifted, again), reinterpret_cast<Pair<float>*>(space.scratch), team,
+                (*exchanges)++);
+    GroupNumbers numbers;
+    if (FinishGroup(sums, shifted, epsilon, &numbers) || again) return numbers;
+    shifted.shift = numbers.shift;
+  }
+}
+
 // resident_rows_forward.cu, resident_rows_backward.cu
 template <typename E>
 Status LaunchResidentTileForward(const Problem&, const ResidentCut&, const Stage&,
@@ -51,6 +93,14 @@ Status LaunchResidentRunForward(const Problem&, const ResidentCut&, const Stage&
 template <typename E>
 Status LaunchResidentRunBackward(const Problem&, const ResidentCut&, const Stage&,
                                  const BackwardArgs&, cudaStream_t);
+
+// resident_packs_forward.cu, resident_packs_backward.cu
+template <typename E>
+Status LaunchResidentPackForward(const Problem&, const ResidentCut&, const Stage&,
+                                 const ForwardArgs&, cudaStream_t);
+template <typename E>
+Status LaunchResidentPackBackward(const Problem&, const ResidentCut&, const Stage&,
+                                  const BackwardArgs&, cudaStream_t);
 
 }  // namespace jax_gn::cuda
 

@@ -8,13 +8,13 @@ namespace {
 template <typename E>
 struct TileGradient {
   static constexpr int kSize = kPackSize<E>;
-  const Pack<E>* slots;  // this thread's: x's and dy's in turn
+  Pack<E>* slots;  // this thread's: x's and dy's in turn
   int threads;
   float mean[kSize], slope[kSize], bias[kSize];  // slope: rstd * scale
 
   __device__ TileGradient(const ResidentCut& cut, const Tile<kSize>& tile,
                           const PackGroups<kSize>& groups, const BackwardInputs<E>& in,
-                          const Pack<E>* slots)
+                          Pack<E>* slots)
       : slots(slots), threads(cut.threads) {
     in.scale.Load(tile.n, tile.channel, kSize, 1.0f, slope);
     in.bias.Load(tile.n, tile.channel, kSize, 0.0f, bias);
@@ -23,6 +23,9 @@ struct TileGradient {
       mean[i] = in.mean[index];
       slope[i] *= in.rstd[index];
     });
+  }
+  __device__ __forceinline__ void Keep(int step, const float (&dz)[kSize]) const {
+    slots[(2 * step + 1) * threads] = ToPack<E>(dz);
   }
   // x - mean and dz of a step. `taken` is called when both are out of shared memory.
   template <Activation kActivation, typename Taken>
@@ -131,6 +134,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
         for (; step < stop; ++step) {
           float deviation[kSize], dz[kSize];
           gradient.template Differentiate<tag()>(step, deviation, dz, [] {});
+          if constexpr (kKeepsGradient<E> && tag() != Activation::kNone) gradient.Keep(step, dz);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
             sums.part[i].first += dz[i];
@@ -159,7 +163,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
       Prefetch(in.rstd + group);
     }
     int64_t from = tile.offset;
-    WithActivation(in.activation, [&](auto tag) {
+    WithActivationLeft<E>(in.activation, [&](auto tag) {
 #pragma unroll 1
       for (int step = 0; step < place.steps; ++step) {
         float deviation[kSize], dz[kSize];

@@ -26,6 +26,17 @@ __device__ void ReduceTile(const ResidentCut& cut, const float* scratch, const T
   }
 }
 
+// The first element of a group of the tile, and how far from it those of its shift lie.
+template <typename E>
+__device__ __forceinline__ const E* FirstOfGroup(const ResidentCut& cut,
+                                                 const Tile<kPackSize<E>>& tile, const E* x,
+                                                 int group) {
+  return x + tile.n * cut.spatial * cut.channels + (tile.first_group + group) * cut.group_size;
+}
+__device__ __forceinline__ int64_t ShiftPosition(const ResidentCut& cut, int i) {
+  return i * cut.spatial / kShiftElements * cut.channels;
+}
+
 // The groups' results in space.numbers, from the packs in `slots`; the team's first block stores
 // them. `exchanges` counts the team's.
 template <typename E>
@@ -35,15 +46,14 @@ __device__ __forceinline__ void TileStatistics(
     const E* x, const Pack<E>* slots, CopyParts* parts, float epsilon, float* mean, float* rstd,
     int* exchanges) {
   constexpr int kSize = kPackSize<E>;
-  const E* const sample = x + tile.n * cut.spatial * cut.channels;
-  float shift[kSize], first_element = 0;  // of the group
-  groups.ForEach([&](int i, int group) {
-    if (i == 0 || (groups.starts >> i & 1u)) {
-      first_element = ToNumber(sample[(tile.first_group + group) * cut.group_size]);
-    }
-    shift[i] = first_element;
-  });
+  for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
+    const E* const first = FirstOfGroup(cut, tile, x, group);
+    space.numbers[group].shift = ShiftOf([&](int i) { return first[ShiftPosition(cut, i)]; });
+  }
   for (bool again = false;; again = true) {
+    __syncthreads();
+    float shift[kSize];
+    groups.ForEach([&](int i, int group) { shift[i] = space.numbers[group].shift; });
     ChannelSums<E, kSize> sums;
     for (int step = 0; step < place.steps; sums.EndPart()) {
       const int stop = again ? min(place.steps, step + cut.steps / kCopyParts + 1)
@@ -66,11 +76,10 @@ __device__ __forceinline__ void TileStatistics(
     bool good = true;
     for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
       const int64_t index = tile.first_group + group;
-      const float about =
-          again ? space.numbers[group].mean_high : ToNumber(sample[index * cut.group_size]);
       GroupNumbers numbers;
-      good =
-          FinishGroup(team.Total(*exchanges, group), {about, cut.share}, epsilon, &numbers) && good;
+      good = FinishGroup(team.Total(*exchanges, group), {space.numbers[group].shift, cut.share},
+                         epsilon, &numbers) &&
+             good;
       space.numbers[group] = numbers;
       if (place.rank == 0) {
         mean[tile.n * cut.groups + index] = numbers.mean_high;
@@ -79,7 +88,6 @@ __device__ __forceinline__ void TileStatistics(
     }
     ++*exchanges;
     if (__syncthreads_and(good) || again) return;
-    groups.ForEach([&](int i, int group) { shift[i] = space.numbers[group].mean_high; });
   }
 }
 
@@ -120,7 +128,10 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     const bool more = slab + walk.stride < walk.end;
     if (more) {
       tile = Tile<kSize>(cut, place, slab + walk.stride);
-      Prefetch(x + tile.n * cut.spatial * cut.channels + tile.channel);  // the shifts
+      for (int i = threadIdx.x; i < kShiftElements * cut.tile_groups; i += cut.threads) {
+        Prefetch(FirstOfGroup(cut, tile, x, i / kShiftElements) +
+                 ShiftPosition(cut, i % kShiftElements));
+      }
     }
     const E* from = x + tile.offset;
     WithActivation(activation, [&](auto tag) {

@@ -133,33 +133,6 @@ __device__ __forceinline__ void CopySegment(const ResidentCut& cut, int64_t orig
   parts->IssuedUpTo(first_slot + cut.item_steps);
 }
 
-// f(i) for the elements [from, to) of a pack.
-template <int kSize, typename F>
-__device__ __forceinline__ void ForElements(int from, int to, F f) {
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if (from <= i && i < to) f(i);
-  }
-}
-
-// The sums of all threads of a slab: over the warp, the block, the team.
-__device__ __forceinline__ Pair<float> SlabSum(const ResidentCut& cut, Pair<float> sums,
-                                               Pair<float>* warp_sums, const Team& team,
-                                               int exchange) {
-  sums = WarpSum(sums);
-  if (cut.solo()) return sums;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (lane == 0) warp_sums[warp] = sums;
-  __syncthreads();
-  if (exchange == 0) team.Begin();
-  if (warp == 0) {
-    sums = lane < cut.threads / 32 ? warp_sums[lane] : Pair<float>{0, 0};
-    team.Put(exchange, 0, WarpSum(sums));
-  }
-  team.Exchange();
-  return team.Total(exchange, 0);
-}
-
 }  // namespace jax_gn::cuda
 
 #endif  // JAX_GN_CUDA_RESIDENT_RUNS_H_

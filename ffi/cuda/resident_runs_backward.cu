@@ -65,6 +65,9 @@ struct RunGradient {
     const int64_t channel = first_channel + segment.channel;
     return {rstd * in.scale.LoadOne(n, channel, 1.0f), in.bias.LoadOne(n, channel, 0.0f)};
   }
+  __device__ __forceinline__ void Keep(int slot, const float (&dz)[kSize]) const {
+    slots[(2 * slot + 1) * cut.threads] = ToPack<E>(dz);
+  }
   // x - mean and dz of a slot. `taken` is called when both are out of shared memory.
   template <Activation kActivation, typename Taken>
   __device__ __forceinline__ void Differentiate(int slot, const AtChannel& at,
@@ -99,6 +102,9 @@ __device__ __forceinline__ void SumSegments(const ResidentCut& cut, const RunPla
             float deviation[kSize], dz[kSize];
             gradient.template Differentiate<tag()>(first_slot + step, at, deviation, dz,
                                                    [](Pack<E>*) {});
+            if constexpr (kKeepsGradient<E> && tag() != Activation::kNone) {
+              gradient.Keep(first_slot + step, dz);
+            }
             Pair<float> pack = {0, 0};
             Pair<float>& into = kTwoLevels<E> ? pack : sums;
             ForElements<kSize>(from, to, [&](int i) {
@@ -165,7 +171,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
       Prefetch(in.mean + run.slab);
       Prefetch(in.rstd + run.slab);
     }
-    WithActivation(in.activation, [&](auto tag) {
+    WithActivationLeft<E>(in.activation, [&](auto tag) {
       ForSegments<kSize>(
           cut, place, now.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
             const auto at = gradient.Channel(segment);

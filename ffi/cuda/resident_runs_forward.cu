@@ -4,26 +4,19 @@
 namespace jax_gn::cuda {
 namespace {
 
-// The results of a group, in all of its threads, from the packs in `slots`. `exchanges` counts the
-// team's.
+// The results of a group, in all of its threads, from the packs in `slots`.
 template <typename E>
 __device__ __forceinline__ GroupNumbers RunStatistics(
     const ResidentCut& cut, const RunPlace& place, const Run<kPackSize<E>>& run,
     const Segment<kPackSize<E>>& first_segment, const ResidentShared& space, const Team& team,
     const E* x, const Pack<E>* slots, CopyParts* parts, float epsilon, int* exchanges) {
   constexpr int kSize = kPackSize<E>;
-  ShiftedSums shifted = {ToNumber(x[run.origin + run.phase]), cut.share};
-  for (bool again = false;; again = true) {
+  const auto sum = [&](const ShiftedSums& shifted, bool again) {
     Pair<float> sums = {0, 0};
     ForSegments<kSize>(
         cut, place, run.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
           const auto add = [&](int step, int from, int to) {
-            float values[kSize];
-            Pair<float> pack = {0, 0};
-            Pair<float>& into = kTwoLevels<E> ? pack : sums;
-            ToNumbers(slots[(first_slot + step) * cut.threads], values);
-            ForElements<kSize>(from, to, [&](int i) { shifted.Add(values[i], into); });
-            if (kTwoLevels<E>) sums = {sums.first + pack.first, sums.second + pack.second};
+            shifted.AddPack(slots[(first_slot + step) * cut.threads], sums, from, to);
           };
           segment.ForWhole(
               [&](int step) {
@@ -35,12 +28,9 @@ __device__ __forceinline__ GroupNumbers RunStatistics(
             add(step, from, to);
           });
         });
-    sums = SlabSum(cut, sums, reinterpret_cast<Pair<float>*>(space.scratch), team, *exchanges);
-    ++*exchanges;
-    GroupNumbers numbers;
-    if (FinishGroup(sums, shifted, epsilon, &numbers) || again) return numbers;
-    shifted.shift = numbers.mean_high;
-  }
+    return sums;
+  };
+  return GroupStatistics(cut, x + run.origin + run.phase, space, team, epsilon, exchanges, sum);
 }
 
 template <typename E>
@@ -75,7 +65,9 @@ __global__ void __launch_bounds__(kRunThreads, 2)
     const bool more = slab + walk.stride < walk.end;
     if (more) {
       run = Run<kSize>(cut, slab + walk.stride);
-      Prefetch(x + run.origin);  // the shift
+      if (place.thread < kShiftElements) {
+        Prefetch(x + run.origin + run.phase + ShiftElement(cut, place.thread));
+      }
     }
     WithActivation(activation, [&](auto tag) {
       ForSegments<kSize>(

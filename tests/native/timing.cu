@@ -163,28 +163,30 @@ std::string Label(const Problem& p, const Plan& plan) {
          std::to_string(cut.steps) + " blocks " + std::to_string(cuda::ResidentBlocks(cut));
 }
 
-constexpr size_t kLadder = 13;  // cuts of a problem that are timed
+constexpr size_t kLadder = 13;  // cuts of a problem, of each kind, that are timed
 
 // Cuts of the family "resident" that leave little room unused, evenly chosen.
 void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
   const auto room = [](const cuda::ResidentCut& cut) {
     return static_cast<double>(cut.slabs) * cut.team * cut.slab_threads * cut.steps;
   };
-  std::vector<cuda::ResidentCut> cuts, tight;
+  std::vector<cuda::ResidentCut> cuts, tight[2];
   double least = 1e30;
   cuda::ForResidentCuts(p, DeviceLimits(), [&](const cuda::ResidentCut& cut) {
     cuts.push_back(cut);
     least = std::min(least, room(cut));
   });
   for (const cuda::ResidentCut& cut : cuts) {
-    if (room(cut) <= 1.15 * least) tight.push_back(cut);
+    if (room(cut) <= 1.15 * least) tight[cut.packs()].push_back(cut);
   }
-  const size_t apart = std::max<size_t>(1, tight.size() / kLadder);
-  for (size_t i = 0; i < tight.size(); i += apart) {
-    Plan plan;
-    cuda::PlanResident(p, tight[i], DeviceLimits(), &plan);
-    plan.workspace_bytes = cuda::ResidentRows(p, tight[i].team) * p.channels * 8 + 16;
-    TimeOne(name, p, plan, Label(p, plan).c_str(), copy_seconds);
+  for (const std::vector<cuda::ResidentCut>& kind : tight) {
+    const size_t apart = std::max<size_t>(1, kind.size() / kLadder);
+    for (size_t i = 0; i < kind.size(); i += apart) {
+      Plan plan;
+      cuda::PlanResident(p, kind[i], DeviceLimits(), &plan);
+      plan.workspace_bytes = cuda::ResidentRows(p, kind[i].team) * p.channels * 8 + 16;
+      TimeOne(name, p, plan, Label(p, plan).c_str(), copy_seconds);
+    }
   }
 }
 
@@ -193,11 +195,14 @@ void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
 int Time(const std::vector<std::string>& arguments, bool ladder) {
   std::vector<DType> dtypes;
   std::vector<Family> families;
+  std::vector<Layout> layouts;
   for (const std::string& argument : arguments) {
     if (const auto dtype = FromName<DType>(kDTypeNames, argument)) dtypes.push_back(*dtype);
     if (const auto family = FromName<Family>(kFamilyNames, argument)) families.push_back(*family);
+    if (const auto layout = FromName<Layout>(kLayoutNames, argument)) layouts.push_back(*layout);
   }
   if (dtypes.empty()) dtypes = {DType::kBFloat16, DType::kFloat32};
+  if (layouts.empty()) layouts = {Layout::kChannelsLast, Layout::kChannelsFirst};
   if (families.empty()) families = {Family::kAuto, Family::kStreaming, Family::kThreeStage};
   for (const std::string& argument : arguments) {
     if (argument.find(':') == std::string::npos) continue;
@@ -220,7 +225,7 @@ int Time(const std::vector<std::string>& arguments, bool ladder) {
       for (Op op : {Op::kForward, Op::kBackward}) {
         p.op = op;
         const double copy_seconds = TimeCopy(CompulsoryBytes(p));
-        for (Layout layout : {Layout::kChannelsLast, Layout::kChannelsFirst}) {
+        for (Layout layout : layouts) {
           p.layout = layout;
           if (ladder) TimeCuts(words[0], p, copy_seconds);
           for (Family family : families) {

@@ -1,0 +1,98 @@
+// Channels first, resident, with short channels: a team of blocks holds a group of one sample in
+// shared memory as the one run of packs that it is, each thread every `threads`-th of its block's.
+// Channels begin anywhere in it, at most one within a pack: a thread knows the channel of its pack,
+// and how many elements are left of it, by addition alone, and finds scale and bias in a table. So
+// neither the ends of channels nor their number cost anything, unlike in resident_runs.h, which
+// needs no table and no sums of single packs.
+//
+// Forward: copy x in; sums of each thread; over the block; over the team; write y.
+// Backward: copy x and dy in; sums of each pack, one pair for each of its channels; over each
+// channel, a row of dscale's and dbias's partial sums; over the block; over the team; write dx.
+// A block serves one slab: others on the multiprocessor fill its waits.
+#ifndef JAX_GN_CUDA_RESIDENT_PACKS_H_
+#define JAX_GN_CUDA_RESIDENT_PACKS_H_
+
+#include "resident_kernels.h"
+
+namespace jax_gn::cuda {
+
+// Where a pack begins: its channel in the group, and the elements from there to the channel's end.
+struct ChannelCursor {
+  int channel, left;
+
+  // To the thread's next pack.
+  __device__ __forceinline__ void Advance(const ResidentCut& cut) {
+    channel += cut.step_channels;
+    left -= cut.step_rest;
+    if (left <= 0) {
+      ++channel;
+      left += static_cast<int>(cut.spatial);
+    }
+  }
+};
+
+// What a thread takes: `steps` packs, the first at element `offset` of the tensor.
+template <int kSize>
+struct PackPlace {
+  int rank, steps;
+  int64_t slab, n, first_channel, offset;
+  ChannelCursor begin;
+
+  __device__ PackPlace(const ResidentCut& cut, int rank) : rank(rank) {
+    const unsigned index = blockIdx.x / static_cast<unsigned>(cut.team);
+    const unsigned sample = index / static_cast<unsigned>(cut.groups);
+    slab = index;
+    n = sample;
+    first_channel = (slab - n * cut.groups) * cut.group_size;
+    const int elements = static_cast<int>(cut.group_size * cut.spatial);
+    const int first = FirstPack(cut) + static_cast<int>(threadIdx.x), packs = elements / kSize;
+    steps = first < packs ? min(cut.steps, (packs - first + cut.threads - 1) / cut.threads) : 0;
+    offset = slab * elements + first * kSize;
+    begin.channel = first * kSize / static_cast<int>(cut.spatial);
+    begin.left = (begin.channel + 1) * static_cast<int>(cut.spatial) - first * kSize;
+  }
+  // The block's first pack of the group.
+  __device__ __forceinline__ int FirstPack(const ResidentCut& cut) const {
+    return rank * cut.steps * cut.threads;
+  }
+};
+
+// scale and bias of the group's channels. One more row, as the last pack looks one channel on.
+__device__ __forceinline__ void FillTable(const ResidentCut& cut, int64_t n, int64_t first_channel,
+                                          const Parameter& scale, const Parameter& bias,
+                                          Pair<float>* table) {
+  const int channels = static_cast<int>(cut.group_size);
+  for (int channel = threadIdx.x; channel <= channels; channel += cut.threads) {
+    const int64_t at = first_channel + min(channel, channels - 1);
+    table[channel] = {scale.LoadOne(n, at, 1.0f), bias.LoadOne(n, at, 0.0f)};
+  }
+}
+
+// The numbers of both channels of a pack, made of the table's rows by make(scale, bias); of(i)
+// those of its i-th element. kSplit: packs may have two.
+template <bool kSplit, typename Numbers>
+struct PackChannels {
+  Numbers first, second;
+  int left;
+
+  template <typename Make>
+  __device__ __forceinline__ PackChannels(const Pair<float>* table, const ChannelCursor& at,
+                                          Make make)
+      : left(at.left) {
+    const Pair<float>* row = table + at.channel;
+    first = make(row[0].first, row[0].second);
+    if constexpr (kSplit) second = make(row[1].first, row[1].second);
+  }
+  __device__ __forceinline__ bool InFirst(int i) const { return !kSplit || i < left; }
+  __device__ __forceinline__ Numbers Of(int i) const {
+    if constexpr (kSplit) {
+      return i < left ? first : second;
+    } else {
+      return first;
+    }
+  }
+};
+
+}  // namespace jax_gn::cuda
+
+#endif  // JAX_GN_CUDA_RESIDENT_PACKS_H_

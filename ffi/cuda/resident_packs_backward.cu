@@ -1,0 +1,191 @@
+// The backward pass of resident_packs.h.
+#include "resident_packs.h"
+
+namespace jax_gn::cuda {
+namespace {
+
+// rstd * scale and bias of a channel.
+struct SlopeAndBias {
+  float slope, bias;
+};
+
+// What a thread of the backward pass knows of its slab.
+template <typename E, bool kSplit>
+struct PackGradient {
+  static constexpr int kSize = kPackSize<E>;
+  using Channels = PackChannels<kSplit, SlopeAndBias>;
+  Pack<E>* slots;  // this thread's: x's and dy's in turn
+  const Pair<float>* table;
+  int threads;
+  float mean, rstd;
+
+  __device__ __forceinline__ Channels At(const ChannelCursor& cursor) const {
+    return Channels(table, cursor,
+                    [this](float scale, float bias) { return SlopeAndBias{rstd * scale, bias}; });
+  }
+  // x - mean and dz of a step.
+  template <Activation kActivation>
+  __device__ __forceinline__ void Differentiate(int step, const Channels& channels,
+                                                float (&deviation)[kSize],
+                                                float (&dz)[kSize]) const {
+    ToNumbers(slots[2 * step * threads], deviation);
+    ToNumbers(slots[(2 * step + 1) * threads], dz);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const SlopeAndBias at = channels.Of(i);
+      deviation[i] -= mean;
+      dz[i] = FastBackward<E, kActivation>(dz[i], deviation[i] * at.slope + at.bias);
+    }
+  }
+  __device__ __forceinline__ void Keep(int step, const float (&dz)[kSize]) const {
+    slots[(2 * step + 1) * threads] = ToPack<E>(dz);
+  }
+};
+
+// Leaves each pack's sums of dz and dz * (x - mean), of its first channel and, kSplit, its second
+// one, in `sums`: [1 or 2][packs of the block].
+template <typename E, bool kSplit>
+__device__ __forceinline__ void SumPacks(const ResidentCut& cut,
+                                         const PackPlace<kPackSize<E>>& place,
+                                         const PackGradient<E, kSplit>& gradient,
+                                         Activation activation, CopyParts* parts,
+                                         Pair<float>* sums) {
+  constexpr int kSize = kPackSize<E>;
+  WithActivation(activation, [&](auto tag) {
+    ChannelCursor at = place.begin;
+    Pair<float>* to = sums + threadIdx.x;
+    for (int step = 0; step < place.steps;) {
+      const int stop = min(place.steps, parts->Ready(step));
+#pragma unroll 1
+      for (; step < stop; ++step) {
+        const auto channels = gradient.At(at);
+        float deviation[kSize], dz[kSize];
+        gradient.template Differentiate<tag()>(step, channels, deviation, dz);
+        if constexpr (kKeepsGradient<E> && tag() != Activation::kNone) gradient.Keep(step, dz);
+        Pair<float> first = {0, 0}, second = {0, 0};
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          Pair<float>& sum = kSplit && !channels.InFirst(i) ? second : first;
+          sum.first += dz[i];
+          sum.second = fmaf(dz[i], deviation[i], sum.second);
+        }
+        *to = first;
+        if constexpr (kSplit) to[cut.steps * cut.threads] = second;
+        to += cut.threads;
+        at.Advance(cut);
+      }
+    }
+  });
+}
+
+// From the packs' sums: those of the channels, into the row of dscale's and dbias's partial sums;
+// and times scale, in each thread those of some channels.
+template <typename E, bool kSplit>
+__device__ __forceinline__ Pair<float> ReducePacks(const ResidentCut& cut,
+                                                   const PackPlace<kPackSize<E>>& place,
+                                                   const PackGradient<E, kSplit>& gradient,
+                                                   const Pair<float>* packs,
+                                                   Pair<float>* channel_rows) {
+  constexpr int kSize = kPackSize<E>;
+  const int channels = static_cast<int>(cut.group_size), spatial = static_cast<int>(cut.spatial);
+  const int first = place.FirstPack(cut), capacity = cut.steps * cut.threads;
+  const int lane = threadIdx.x & (cut.channel_lanes - 1), log2_lanes = __ffs(cut.channel_lanes) - 1;
+  Pair<float>* const row =
+      channel_rows + (place.n * cut.team + place.rank) * cut.channels + place.first_channel;
+  Pair<float> total = {0, 0};
+  for (int base = 0; base < channels; base += cut.threads >> log2_lanes) {
+    const int channel = base + (static_cast<int>(threadIdx.x) >> log2_lanes);
+    Pair<float> sum = {0, 0};
+    if (channel < channels) {
+      const int begin = channel * spatial, end = begin + spatial;
+      const int from = begin / kSize, to = min((end + kSize - 1) / kSize, first + capacity);
+      for (int pack = max(from, first) + lane; pack < to; pack += cut.channel_lanes) {
+        // The pack in which the channel begins may begin with another.
+        const bool second = kSplit && pack * kSize < begin;
+        const Pair<float> part = packs[(second ? capacity : 0) + pack - first];
+        sum = {sum.first + part.first, sum.second + part.second};
+      }
+    }
+    sum = WarpSum(sum, cut.channel_lanes);
+    if (channel >= channels || lane != 0) continue;
+    sum.second *= gradient.rstd;
+    if (channel_rows != nullptr) row[channel] = sum;
+    const float scale = gradient.table[channel].first;
+    total.first += scale * sum.first;
+    total.second += scale * sum.second;
+  }
+  return total;
+}
+
+template <typename E, bool kSplit>
+__global__ void __launch_bounds__(kRunThreads, 2)
+    ResidentPackBackwardKernel(ResidentCut cut, BackwardInputs<E> in, Pair<float>* channel_rows,
+                               E* dx) {
+  constexpr int kSize = kPackSize<E>;
+  extern __shared__ __align__(16) char shared[];
+  const ResidentShared space(cut, shared, 2 * cut.steps);
+  const Team team(cut, space.places);
+  const PackPlace<kSize> place(cut, team.rank());
+  const int stride = cut.threads * kSize;
+  Pack<E>* const slots = space.Slots<E>();
+  CopyParts parts(cut.steps);
+  for (int step = 0; step < place.steps; ++step) {
+    const int64_t at = place.offset + step * stride;
+    CopyAsync(SharedAddress(slots + 2 * step * cut.threads), in.x + at);
+    CopyAsync(SharedAddress(slots + (2 * step + 1) * cut.threads), in.dy + at);
+    parts.Issued(step);
+  }
+  parts.AllIssued();
+  Pair<float>* const warp_sums = reinterpret_cast<Pair<float>*>(space.scratch);
+  Pair<float>* const table = warp_sums + kRunThreads / 32;
+  Pair<float>* const pack_sums = table + cut.group_size + 1;
+  FillTable(cut, place.n, place.first_channel, in.scale, in.bias, table);
+  const PackGradient<E, kSplit> gradient = {slots, table, cut.threads, in.mean[place.slab],
+                                            in.rstd[place.slab]};
+  __syncthreads();
+  SumPacks<E, kSplit>(cut, place, gradient, in.activation, &parts, pack_sums);
+  __syncthreads();
+  const Pair<float> total =
+      SlabSum(cut, ReducePacks<E, kSplit>(cut, place, gradient, pack_sums, channel_rows), warp_sums,
+              team, 0);
+  const float constant = gradient.rstd * (total.first * cut.share);
+  const float linear = gradient.rstd * (total.second * cut.share) * gradient.rstd;
+  WithActivationLeft<E>(in.activation, [&](auto tag) {
+    ChannelCursor at = place.begin;
+    E* to = dx + place.offset;
+#pragma unroll 1
+    for (int step = 0; step < place.steps; ++step) {
+      const auto channels = gradient.At(at);
+      float deviation[kSize], dz[kSize];
+      gradient.template Differentiate<tag()>(step, channels, deviation, dz);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        dz[i] = channels.Of(i).slope * dz[i] - constant - deviation[i] * linear;
+      }
+      StorePack(to, ToPack<E>(dz));
+      to += stride;
+      at.Advance(cut);
+    }
+  });
+}
+
+}  // namespace
+
+template <typename E>
+Status LaunchResidentPackBackward(const Problem& problem, const ResidentCut& cut,
+                                  const Stage& stage, const BackwardArgs& args,
+                                  cudaStream_t stream) {
+  const auto kernel = problem.spatial % kPackSize<E> == 0 ? ResidentPackBackwardKernel<E, false>
+                                                          : ResidentPackBackwardKernel<E, true>;
+  return LaunchResident(kernel, "ResidentPackBackwardKernel", cut, stage, stream, cut,
+                        BackwardInputs<E>(problem, args),
+                        HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
+                        static_cast<E*>(args.dx));
+}
+
+#define JAX_GN_INSTANTIATE(E)                                                                     \
+  template Status LaunchResidentPackBackward<E>(const Problem&, const ResidentCut&, const Stage&, \
+                                                const BackwardArgs&, cudaStream_t);
+JAX_GN_FOR_RESIDENT_ELEMENTS(JAX_GN_INSTANTIATE)
+
+}  // namespace jax_gn::cuda

@@ -1,0 +1,81 @@
+// The forward pass of resident_packs.h.
+#include "resident_packs.h"
+
+namespace jax_gn::cuda {
+namespace {
+
+template <typename E, bool kSplit>
+__global__ void __launch_bounds__(kRunThreads, 2)
+    ResidentPackForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
+                              float epsilon, Activation activation, float* mean, float* rstd,
+                              E* y) {
+  constexpr int kSize = kPackSize<E>;
+  extern __shared__ __align__(16) char shared[];
+  const ResidentShared space(cut, shared, cut.steps);
+  const Team team(cut, space.places);
+  const PackPlace<kSize> place(cut, team.rank());
+  const int stride = cut.threads * kSize;
+  Pack<E>* const slots = space.Slots<E>();
+  CopyParts parts(cut.steps);
+  for (int step = 0; step < place.steps; ++step) {
+    CopyAsync(SharedAddress(slots + step * cut.threads), x + place.offset + step * stride);
+    parts.Issued(step);
+  }
+  parts.AllIssued();
+  Pair<float>* const table = reinterpret_cast<Pair<float>*>(space.scratch) + kRunThreads / 32;
+  FillTable(cut, place.n, place.first_channel, scale, bias, table);
+
+  int exchanges = 0;
+  const GroupNumbers numbers = GroupStatistics(
+      cut, x + place.slab * cut.group_size * cut.spatial, space, team, epsilon, &exchanges,
+      [&](const ShiftedSums& shifted, bool again) {
+        Pair<float> sums = {0, 0};
+        for (int step = 0; step < place.steps;) {
+          const int stop = again ? place.steps : min(place.steps, parts.Ready(step));
+#pragma unroll 2
+          for (; step < stop; ++step) shifted.AddPack(slots[step * cut.threads], sums);
+        }
+        return sums;
+      });
+  if (place.rank == 0 && threadIdx.x == 0) {
+    mean[place.slab] = numbers.mean_high;
+    rstd[place.slab] = numbers.rstd;
+  }
+  WithActivation(activation, [&](auto tag) {
+    ChannelCursor at = place.begin;
+    E* to = y + place.offset;
+#pragma unroll 2
+    for (int step = 0; step < place.steps; ++step) {
+      const PackChannels<kSplit, Normaliser> channels(
+          table, at, [&](float s, float b) { return Normaliser(numbers, s, b); });
+      float z[kSize];
+      ToNumbers(slots[step * cut.threads], z);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) z[i] = Activate<tag()>(channels.Of(i)(z[i]));
+      StorePack(to, ToPack<E>(z));
+      to += stride;
+      at.Advance(cut);
+    }
+  });
+}
+
+}  // namespace
+
+template <typename E>
+Status LaunchResidentPackForward(const Problem& problem, const ResidentCut& cut, const Stage& stage,
+                                 const ForwardArgs& args, cudaStream_t stream) {
+  const auto kernel = problem.spatial % kPackSize<E> == 0 ? ResidentPackForwardKernel<E, false>
+                                                          : ResidentPackForwardKernel<E, true>;
+  return LaunchResident(kernel, "ResidentPackForwardKernel", cut, stage, stream, cut,
+                        static_cast<const E*>(args.x), ScaleOf(problem, args),
+                        BiasOf(problem, args), static_cast<float>(args.epsilon), problem.activation,
+                        static_cast<float*>(args.mean), static_cast<float*>(args.rstd),
+                        static_cast<E*>(args.y));
+}
+
+#define JAX_GN_INSTANTIATE(E)                                                                    \
+  template Status LaunchResidentPackForward<E>(const Problem&, const ResidentCut&, const Stage&, \
+                                               const ForwardArgs&, cudaStream_t);
+JAX_GN_FOR_RESIDENT_ELEMENTS(JAX_GN_INSTANTIATE)
+
+}  // namespace jax_gn::cuda
