@@ -15,6 +15,10 @@ namespace {
 template <typename E>
 inline constexpr int kRows = 32 / (kRowPack<E> * static_cast<int>(sizeof(E)));
 
+// Blocks of a multiprocessor, as far as registers go.
+template <typename E>
+inline constexpr int kBlocks = sizeof(E) == 8 ? 2 : 3;
+
 // Calls f(offset of the row, x - mean, dz) for the thread's rows of one sample.
 template <Activation kActivation, typename E, typename F>
 __device__ __forceinline__ void WalkGradients(const RowCut& cut, const RowThread& thread,
@@ -89,7 +93,7 @@ struct GroupSums {
 };
 
 template <typename E>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocks<E>)
     RowSumsKernel(RowCut cut, BackwardInputs<E> in, bool per_sample,
                   Pair<Accumulator<E>>* channel_rows, GroupSums<Accumulator<E>> groups) {
   using T = Accumulator<E>;
@@ -125,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <typename E>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks<E>)
     RowGradientKernel(RowCut cut, BackwardInputs<E> in, const Pair<Accumulator<E>>* means, E* dx) {
   using T = Accumulator<E>;
   constexpr int kSize = kRowPack<E>;
