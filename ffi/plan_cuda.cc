@@ -89,8 +89,9 @@ void PlanStreaming(const Problem& problem, Plan* plan) {
 
 // What the choice of a cut adds to the time, in us on an H200: a round's latencies, which grow with
 // the packs that a thread works through, and the work on all packs, those without data included.
-// Fitted to 2400 timings of both types, layouts and passes; on average over the problems of
-// shapes.json the cut it chooses takes 2 to 4 % longer than the best one timed (docs/kernels.md).
+// Fitted to 2400 timings of both types, layouts and passes, and 2000 more of channels first; on
+// average over the problems of shapes.json the cut it chooses takes 2 to 4 % longer than the best
+// one timed (docs/kernels.md).
 double ResidentCost(const Problem& problem, const cuda::ResidentCut& cut) {
   const bool forward = problem.op == Op::kForward;
   const DeviceLimits h200;
@@ -98,10 +99,15 @@ double ResidentCost(const Problem& problem, const cuda::ResidentCut& cut) {
   const double packs = static_cast<double>(cut.slabs) * cut.team * cut.slab_threads * cut.steps;
   const double per_processor = packs / (32 * 4 * 1000.0 * h200.multiprocessors);
   double round = forward ? 3.5 + 0.07 * cut.steps : 4.8 + 0.12 * cut.steps;
+  double pack = forward ? (cut.rows() ? 40 : 20) : (cut.rows() ? 130 : 70);
+  if (cut.packs()) {
+    round = forward ? 2.2 + 0.05 * cut.steps : 4.8 + 0.1 * cut.steps;
+    if (forward) pack = 28;
+    if (problem.spatial % cuda::ResidentPack(problem) != 0) pack *= 1.3;
+  }
   if (cut.team > 1) round += forward ? 0.3 : 0.2;
-  if (cut.team > 8 && forward) round += 0.5;
+  if (cut.team > 8 && (forward || cut.packs())) round += 0.5;
   if (cut.solo()) round += 1.5;
-  const double pack = forward ? (cut.rows() ? 40 : 20) : (cut.rows() ? 130 : 70);
   return rounds * round + per_processor * pack;
 }
 
@@ -220,9 +226,7 @@ Status MakeCudaPlan(const Problem& problem, const DeviceLimits& device, Family p
     return CheckGrids(*plan);
   }
   cuda::ResidentCut cut = {};
-  // float32 by itself not yet: on an H200 its sums were up to 1.5 times further off than the tests
-  // allow, and the kernels as they are now, which take them in two levels, have not run there.
-  const bool choice = preference == Family::kAuto && problem.dtype != DType::kFloat32;
+  const bool choice = preference == Family::kAuto;
   if ((choice || preference == Family::kResident) && !empty) cut = ChooseResident(problem, device);
   if (choice && !Worthwhile(cut)) cut = {};
   if (preference == Family::kResident && !cut.valid()) {

@@ -167,7 +167,8 @@ inline int64_t ResidentRows(const Problem& problem, int64_t team) {
 
 inline bool Fits(const ResidentCut& cut, const DeviceLimits& device) {
   return cut.shared_bytes <= device.shared_memory_per_block && device.capability >= 80 &&
-         (cut.team == 1 || device.capability >= 90) && cut.slabs <= INT32_MAX;
+         (cut.team == 1 || device.capability >= 90) && cut.slabs <= INT32_MAX &&
+         cut.channels <= INT32_MAX;
 }
 
 // Calls visit(cut) for the cuts worth a look, in a fixed order: none if the problem doesn't fit.

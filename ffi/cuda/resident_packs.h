@@ -34,20 +34,21 @@ struct ChannelCursor {
 // What a thread takes: `steps` packs, the first at element `offset` of the tensor.
 template <int kSize>
 struct PackPlace {
-  int rank, steps;
-  int64_t slab, n, first_channel, offset;
+  int rank, steps, slab, n, first_channel;
+  int64_t offset;
   ChannelCursor begin;
 
   __device__ PackPlace(const ResidentCut& cut, int rank) : rank(rank) {
     const unsigned index = blockIdx.x / static_cast<unsigned>(cut.team);
     const unsigned sample = index / static_cast<unsigned>(cut.groups);
-    slab = index;
-    n = sample;
-    first_channel = (slab - n * cut.groups) * cut.group_size;
+    slab = static_cast<int>(index);
+    n = static_cast<int>(sample);
+    first_channel = static_cast<int>(index - sample * static_cast<unsigned>(cut.groups)) *
+                    static_cast<int>(cut.group_size);
     const int elements = static_cast<int>(cut.group_size * cut.spatial);
     const int first = FirstPack(cut) + static_cast<int>(threadIdx.x), packs = elements / kSize;
     steps = first < packs ? min(cut.steps, (packs - first + cut.threads - 1) / cut.threads) : 0;
-    offset = slab * elements + first * kSize;
+    offset = static_cast<int64_t>(slab) * elements + first * kSize;
     begin.channel = first * kSize / static_cast<int>(cut.spatial);
     begin.left = (begin.channel + 1) * static_cast<int>(cut.spatial) - first * kSize;
   }

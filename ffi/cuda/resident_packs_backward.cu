@@ -65,9 +65,13 @@ __device__ __forceinline__ void SumPacks(const ResidentCut& cut,
         Pair<float> first = {0, 0}, second = {0, 0};
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
-          Pair<float>& sum = kSplit && !channels.InFirst(i) ? second : first;
-          sum.first += dz[i];
-          sum.second = fmaf(dz[i], deviation[i], sum.second);
+          if (channels.InFirst(i)) {  // no reference to one of them: it would live in memory
+            first.first += dz[i];
+            first.second = fmaf(dz[i], deviation[i], first.second);
+          } else {
+            second.first += dz[i];
+            second.second = fmaf(dz[i], deviation[i], second.second);
+          }
         }
         *to = first;
         if constexpr (kSplit) to[cut.steps * cut.threads] = second;
@@ -91,7 +95,8 @@ __device__ __forceinline__ Pair<float> ReducePacks(const ResidentCut& cut,
   const int first = place.FirstPack(cut), capacity = cut.steps * cut.threads;
   const int lane = threadIdx.x & (cut.channel_lanes - 1), log2_lanes = __ffs(cut.channel_lanes) - 1;
   Pair<float>* const row =
-      channel_rows + (place.n * cut.team + place.rank) * cut.channels + place.first_channel;
+      channel_rows + (static_cast<int64_t>(place.n) * cut.team + place.rank) * cut.channels +
+      place.first_channel;
   Pair<float> total = {0, 0};
   for (int base = 0; base < channels; base += cut.threads >> log2_lanes) {
     const int channel = base + (static_cast<int>(threadIdx.x) >> log2_lanes);

@@ -18,7 +18,8 @@ namespace jax_gn::cuda {
 template <int kSize>
 struct TilePlace {
   int rank, pack, line, steps;
-  int64_t first, stride;  // position of the first step; elements from one to the next
+  int first;       // position of the first step
+  int64_t stride;  // elements from one to the next
 
   __device__ TilePlace(const ResidentCut& cut, int rank) : rank(rank) {
     line = static_cast<int>(threadIdx.x / static_cast<unsigned>(cut.tile_packs));
@@ -35,13 +36,13 @@ struct TilePlace {
 // A slab: a tile of a sample.
 template <int kSize>
 struct Tile {
-  int64_t n, first_group, channel;  // channel: the first of the thread
-  int64_t offset;                   // of its first position, in elements
+  int n, first_group, channel;  // channel: the first of the thread
+  int64_t offset;               // of its first position, in elements
 
   __device__ Tile(const ResidentCut& cut, const TilePlace<kSize>& place, unsigned slab) {
     const unsigned tiles = static_cast<unsigned>(cut.tiles), sample = slab / tiles;
-    const int64_t tile = slab - sample * tiles;
-    n = sample;
+    const int tile = static_cast<int>(slab - sample * tiles);
+    n = static_cast<int>(sample);
     first_group = tile * cut.tile_groups;
     channel = (tile * cut.tile_packs + place.pack) * kSize;
     offset = (n * cut.spatial + place.first) * cut.channels + channel;

@@ -8,14 +8,14 @@ namespace {
 template <typename E>
 struct TileGradient {
   static constexpr int kSize = kPackSize<E>;
+  const ResidentCut& cut;
   Pack<E>* slots;  // this thread's: x's and dy's in turn
-  int threads;
   float mean[kSize], slope[kSize], bias[kSize];  // slope: rstd * scale
 
   __device__ TileGradient(const ResidentCut& cut, const Tile<kSize>& tile,
                           const PackGroups<kSize>& groups, const BackwardInputs<E>& in,
                           Pack<E>* slots)
-      : slots(slots), threads(cut.threads) {
+      : cut(cut), slots(slots) {
     in.scale.Load(tile.n, tile.channel, kSize, 1.0f, slope);
     in.bias.Load(tile.n, tile.channel, kSize, 0.0f, bias);
     groups.ForEach([&](int i, int group) {
@@ -25,14 +25,14 @@ struct TileGradient {
     });
   }
   __device__ __forceinline__ void Keep(int step, const float (&dz)[kSize]) const {
-    slots[(2 * step + 1) * threads] = ToPack<E>(dz);
+    slots[(2 * step + 1) * cut.threads] = ToPack<E>(dz);
   }
   // x - mean and dz of a step. `taken` is called when both are out of shared memory.
   template <Activation kActivation, typename Taken>
   __device__ __forceinline__ void Differentiate(int step, float (&deviation)[kSize],
                                                 float (&dz)[kSize], Taken taken) const {
-    ToNumbers(slots[2 * step * threads], deviation);
-    ToNumbers(slots[(2 * step + 1) * threads], dz);
+    ToNumbers(slots[2 * step * cut.threads], deviation);
+    ToNumbers(slots[(2 * step + 1) * cut.threads], dz);
     taken();
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -78,7 +78,8 @@ __device__ __forceinline__ void TileSums(const ResidentCut& cut,
   const float* const rstd = in.rstd + tile.n * cut.groups + tile.first_group;
   const int64_t first_channel = tile.first_group * size;
   Pair<float>* const row =
-      channel_rows + (tile.n * cut.team + place.rank) * cut.channels + first_channel;
+      channel_rows + (static_cast<int64_t>(tile.n) * cut.team + place.rank) * cut.channels +
+      first_channel;
   for (int group = threadIdx.x / 32; group < cut.tile_groups; group += cut.threads / 32) {
     Pair<float> sums = {0, 0};
     for (int i = threadIdx.x % 32; i < size; i += 32) {

@@ -32,13 +32,13 @@ struct RunPlace {
 // A slab: a group of a sample. `origin`: the last pack boundary before it, `phase` elements back.
 template <int kSize>
 struct Run {
-  int phase;
-  int64_t slab, n, first_channel, origin;
+  int phase, slab, n, first_channel;
+  int64_t origin;
 
-  __device__ Run(const ResidentCut& cut, unsigned index) : slab(index) {
+  __device__ Run(const ResidentCut& cut, unsigned index) : slab(static_cast<int>(index)) {
     const unsigned groups = static_cast<unsigned>(cut.groups), sample = index / groups;
-    n = sample;
-    first_channel = static_cast<int64_t>(index - sample * groups) * cut.group_size;
+    n = static_cast<int>(sample);
+    first_channel = static_cast<int>(index - sample * groups) * static_cast<int>(cut.group_size);
     const int64_t begin = slab * cut.group_size * cut.spatial;
     phase = static_cast<int>(begin % kSize);
     origin = begin - phase;

@@ -15,7 +15,8 @@ __device__ __forceinline__ Pair<float> ReduceSegments(const ResidentCut& cut, co
   const int size = static_cast<int>(cut.group_size);
   if (channel_rows != nullptr) {
     Pair<float>* const row =
-        channel_rows + (run.n * cut.team + place.rank) * cut.channels + run.first_channel;
+        channel_rows + (static_cast<int64_t>(run.n) * cut.team + place.rank) * cut.channels +
+        run.first_channel;
     for (int channel = place.thread; channel < size; channel += cut.slab_threads) {
       Pair<float> sum = {0, 0};
       const int to = min((channel + 1) * cut.segments, first + count);
@@ -47,7 +48,7 @@ struct RunGradient {
   const ResidentCut& cut;
   const BackwardInputs<E>& in;
   Pack<E>* slots;  // this thread's: x's and dy's in turn
-  int64_t n, first_channel;
+  int n, first_channel;
   float mean, rstd;
 
   __device__ RunGradient(const ResidentCut& cut, const Run<kSize>& run, const BackwardInputs<E>& in,
@@ -62,7 +63,7 @@ struct RunGradient {
 
   __device__ __forceinline__ AtChannel Channel(const Segment<kSize>& segment) const {
     if (segment.count == 0) return {0, 0};
-    const int64_t channel = first_channel + segment.channel;
+    const int channel = first_channel + segment.channel;
     return {rstd * in.scale.LoadOne(n, channel, 1.0f), in.bias.LoadOne(n, channel, 0.0f)};
   }
   __device__ __forceinline__ void Keep(int slot, const float (&dz)[kSize]) const {
