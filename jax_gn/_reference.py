@@ -41,11 +41,12 @@ def forward(
 
     `moments`: what takes the place of `local_moments`, a function of x.
     """
-    high, low, var = local_moments(problem, x) if moments is None else moments(x)
+    (wide,) = _wide(problem, x)
+    high, low, var = local_moments(problem, wide) if moments is None else moments(x)
     if across is not None:
         high, low, var = _merged(high, low, var, across)
     rstd = 1 / jnp.sqrt(var + epsilon)
-    xc = _groups_view(problem, x) - _statistic_view(problem, high)
+    xc = _groups_view(problem, wide) - _statistic_view(problem, high)
     z = (xc - _statistic_view(problem, low)) * _statistic_view(problem, rstd)
     if scale is not None:
         z = z * _parameter_view(problem, scale)
@@ -72,12 +73,13 @@ def backward(
     `channel_sums`: what takes the place of `local_channel_sums`, a function of the six arrays.
     """
     arrays = (dy, x, scale, bias, mean, rstd)
-    local = (channel_sums or partial(local_channel_sums, problem))(*arrays)
+    wide = _wide(problem, *arrays)
+    local = local_channel_sums(problem, *wide) if channel_sums is None else channel_sums(*arrays)
     total, count = local, max(problem.spatial * problem.group_size, 1)
     if across is not None:
         total = _across(jax.lax.psum, local, across)
         count *= _across(jax.lax.psum, 1, across)
-    dz, xhat, weight = _dz(problem, *arrays)
+    dz, xhat, weight = _dz(problem, *wide)
     _, within, _ = _axes(problem)
     p, q = (
         jnp.sum(weight * _parameter_view(problem, value), within, keepdims=True) / count
@@ -151,6 +153,11 @@ def _merged(high, low, var, across: Across):
     deviations = (highs - base) + lows
     offset = jnp.mean(deviations, 0)
     return base, offset, jnp.mean(variances + (deviations - offset) ** 2, 0)
+
+
+def _wide(problem: Problem, *arrays):
+    """The arrays in the accumulator type: cast once, so that derivatives are rounded once."""
+    return tuple(a if a is None else a.astype(problem.accumulator) for a in arrays)
 
 
 def _axes(problem: Problem) -> tuple[tuple[int, ...], int, int]:

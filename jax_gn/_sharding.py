@@ -76,9 +76,8 @@ def run(kind: str, local: Callable, call, *arrays):
 def define(kind: str, call, *arrays):
     """The definition of that pass: differentiable, to any order."""
     definition = functools.partial(_definition, kind)
-    if (
-        mesh_is_explicit() and call.across is None
-    ):  # reshapes and slices of sharded axes have no types there
+    if mesh_is_explicit() and call.across is None:
+        # Reshapes and slices of sharded axes have no types there.
         return run(kind, definition, call, *arrays)
     return definition(call, *arrays)
 
