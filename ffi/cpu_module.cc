@@ -1,4 +1,4 @@
-// The Python module _cpu: the CPU handlers of both targets, and the planner for every platform.
+// The Python module _cpu: the CPU handlers of all targets, and the planner for every platform.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -32,6 +32,13 @@ class XlaExecutor final : public cpu::Executor {
 // Nothing to reduce: mean = 0, rstd = 1/sqrt(epsilon). XLA's buffers start as garbage, so an empty
 // problem still writes every result.
 void WriteEmpty(const Problem& problem, const ForwardArgs& args) {
+  if (problem.sums_only) {
+    const int64_t bytes = problem.n * problem.groups * SizeOf(problem.accumulator());
+    for (void* sums : {args.mean, args.mean_low, args.variance}) {
+      if (bytes > 0) std::memset(sums, 0, bytes);
+    }
+    return;
+  }
   const double rstd = 1.0 / std::sqrt(args.epsilon);
   for (int64_t i = 0; i < problem.n * problem.groups; ++i) {
     if (problem.accumulator() == DType::kFloat64) {
@@ -45,8 +52,10 @@ void WriteEmpty(const Problem& problem, const ForwardArgs& args) {
 }
 
 void WriteEmpty(const Problem& problem, const BackwardArgs& args) {
-  const int64_t scale_bytes = ParamElements(problem, problem.scale) * SizeOf(problem.scale_dtype);
-  const int64_t bias_bytes = ParamElements(problem, problem.bias) * SizeOf(problem.bias_dtype);
+  const int64_t scale_bytes =
+      ParamElements(problem, problem.dscale()) * SizeOf(problem.dscale_dtype());
+  const int64_t bias_bytes =
+      ParamElements(problem, problem.dbias()) * SizeOf(problem.dbias_dtype());
   if (scale_bytes > 0) std::memset(args.dscale, 0, scale_bytes);
   if (bias_bytes > 0) std::memset(args.dbias, 0, bias_bytes);
 }
@@ -83,11 +92,17 @@ XLA_FFI_DEFINE_HANDLER(kForward, Handlers<CpuBackend>::Forward,
                        JAX_GN_BIND_FORWARD(.Ctx<::xla::ffi::ThreadPool>()));
 XLA_FFI_DEFINE_HANDLER(kBackward, Handlers<CpuBackend>::Backward,
                        JAX_GN_BIND_BACKWARD(.Ctx<::xla::ffi::ThreadPool>()));
+XLA_FFI_DEFINE_HANDLER(kMoments, Handlers<CpuBackend>::Moments,
+                       JAX_GN_BIND_MOMENTS(.Ctx<::xla::ffi::ThreadPool>()));
+XLA_FFI_DEFINE_HANDLER(kChannelSums, Handlers<CpuBackend>::ChannelSums,
+                       JAX_GN_BIND_CHANNEL_SUMS(.Ctx<::xla::ffi::ThreadPool>()));
 
 nb::dict Registrations() {
   nb::dict handlers;
   handlers["forward"] = nb::capsule(reinterpret_cast<void*>(kForward));
   handlers["backward"] = nb::capsule(reinterpret_cast<void*>(kBackward));
+  handlers["moments"] = nb::capsule(reinterpret_cast<void*>(kMoments));
+  handlers["channel_sums"] = nb::capsule(reinterpret_cast<void*>(kChannelSums));
   return handlers;
 }
 
@@ -120,14 +135,15 @@ nb::dict PlanToDict(const Problem& problem, const Plan& plan) {
 }
 
 // Raises ValueError for an invalid problem and NotImplementedError for an unserved one.
-nb::dict PlanFor(std::string_view op, std::string_view dtype, std::string_view layout,
-                 std::string_view activation, std::string_view scale, std::string_view bias,
-                 std::string_view scale_dtype, std::string_view bias_dtype, int64_t n,
-                 int64_t spatial, int64_t channels, int64_t groups, std::string_view platform,
-                 int capability, int multiprocessors, int64_t shared_memory_per_block,
-                 int64_t l2_bytes, std::string_view preference) {
+nb::dict PlanFor(std::string_view op, bool sums_only, std::string_view dtype,
+                 std::string_view layout, std::string_view activation, std::string_view scale,
+                 std::string_view bias, std::string_view scale_dtype, std::string_view bias_dtype,
+                 int64_t n, int64_t spatial, int64_t channels, int64_t groups,
+                 std::string_view platform, int capability, int multiprocessors,
+                 int64_t shared_memory_per_block, int64_t l2_bytes, std::string_view preference) {
   Problem problem;
   problem.op = Named<Op>(kOpNames, op);
+  problem.sums_only = sums_only;
   problem.dtype = Named<DType>(kDTypeNames, dtype);
   problem.layout = Named<Layout>(kLayoutNames, layout);
   problem.activation = Named<Activation>(kActivationNames, activation);
@@ -163,12 +179,12 @@ NB_MODULE(_cpu, m) {
   m.def(
       "instruction_set", [] { return std::string(cpu::InstructionSet()); },
       "The instruction set that the CPU loops use on this machine.");
-  m.def("plan", &PlanFor, nb::kw_only(), nb::arg("op"), nb::arg("dtype"), nb::arg("layout"),
-        nb::arg("activation"), nb::arg("scale"), nb::arg("bias"), nb::arg("scale_dtype"),
-        nb::arg("bias_dtype"), nb::arg("n"), nb::arg("spatial"), nb::arg("channels"),
-        nb::arg("groups"), nb::arg("platform"), nb::arg("capability"), nb::arg("multiprocessors"),
-        nb::arg("shared_memory_per_block"), nb::arg("l2_bytes"), nb::arg("preference"),
-        "The plan of a problem, as a dict.");
+  m.def("plan", &PlanFor, nb::kw_only(), nb::arg("op"), nb::arg("sums_only") = false,
+        nb::arg("dtype"), nb::arg("layout"), nb::arg("activation"), nb::arg("scale"),
+        nb::arg("bias"), nb::arg("scale_dtype"), nb::arg("bias_dtype"), nb::arg("n"),
+        nb::arg("spatial"), nb::arg("channels"), nb::arg("groups"), nb::arg("platform"),
+        nb::arg("capability"), nb::arg("multiprocessors"), nb::arg("shared_memory_per_block"),
+        nb::arg("l2_bytes"), nb::arg("preference"), "The plan of a problem, as a dict.");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The Python module _cuda: the CUDA handlers of both targets.
+// The Python module _cuda: the CUDA handlers of all targets.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -34,11 +34,19 @@ XLA_FFI_DEFINE_HANDLER(kForward, Handlers<CudaBackend>::Forward,
 XLA_FFI_DEFINE_HANDLER(kBackward, Handlers<CudaBackend>::Backward,
                        JAX_GN_BIND_BACKWARD(.Ctx<::xla::ffi::PlatformStream<cudaStream_t>>()),
                        {::xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMoments, Handlers<CudaBackend>::Moments,
+                       JAX_GN_BIND_MOMENTS(.Ctx<::xla::ffi::PlatformStream<cudaStream_t>>()),
+                       {::xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kChannelSums, Handlers<CudaBackend>::ChannelSums,
+                       JAX_GN_BIND_CHANNEL_SUMS(.Ctx<::xla::ffi::PlatformStream<cudaStream_t>>()),
+                       {::xla::ffi::Traits::kCmdBufferCompatible});
 
 nb::dict Registrations() {
   nb::dict handlers;
   handlers["forward"] = nb::capsule(reinterpret_cast<void*>(kForward));
   handlers["backward"] = nb::capsule(reinterpret_cast<void*>(kBackward));
+  handlers["moments"] = nb::capsule(reinterpret_cast<void*>(kMoments));
+  handlers["channel_sums"] = nb::capsule(reinterpret_cast<void*>(kChannelSums));
   return handlers;
 }
 

@@ -2,8 +2,11 @@
 // says what was received and what is allowed. It, handlers.h and the modules alone see xla/ffi.
 //
 // One signature serves cpu and cuda. An attribute is only what no buffer tells:
-//   forward:  x, scale, bias                      -> y, mean, rstd, workspace
-//   backward: dy, x, scale, bias, mean, rstd      -> dx, dscale, dbias, workspace
+//   forward:      x, scale, bias                  -> y, mean, rstd, workspace
+//   backward:     dy, x, scale, bias, mean, rstd  -> dx, dscale, dbias, workspace
+// and their sums alone, of a device's share of the positions:
+//   moments:      x                               -> mean, mean_low, variance, workspace
+//   channel_sums: dy, x, scale, bias, mean, rstd  -> dz, dz_xhat, workspace
 // An absent scale, bias, dscale or dbias is a buffer of shape [0] (channels are never 0). The
 // number of groups is mean's second dimension.
 #ifndef JAX_GN_DECODE_H_
@@ -91,7 +94,7 @@ Status DecodeName(const std::string_view (&names)[kCount], std::string_view valu
   return Status();
 }
 
-// The attributes of both targets.
+// The attributes that the targets share.
 struct Attributes {
   Layout layout;
   Activation activation;
@@ -131,20 +134,26 @@ inline Status DecodeSizes(const Buffer& x, const Buffer& mean, const Attributes&
   return Status();
 }
 
-// mean or rstd: [N, G] in the accumulator's type.
-inline Status CheckStatistic(const Buffer& buffer, const char* name, const Problem& problem) {
+// Numbers of the accumulator's type, [N, columns].
+inline Status CheckNumbers(const Buffer& buffer, const char* name, const Problem& problem,
+                           int64_t columns) {
   DType dtype;
   JAX_GN_TRY(DecodeDType(buffer, name, &dtype));
   const auto dims = buffer.dimensions();
   if (dtype != problem.accumulator() || dims.size() != 2 || dims[0] != problem.n ||
-      dims[1] != problem.groups) {
+      dims[1] != columns) {
     return JAX_GN_ERROR(kInvalidArgument,
                         std::string(name) + " must be [" + std::to_string(problem.n) + ", " +
-                            std::to_string(problem.groups) + "] in " +
+                            std::to_string(columns) + "] in " +
                             std::string(kDTypeNames[static_cast<int>(problem.accumulator())]) +
                             ", got " + ShapeText(buffer));
   }
   return Status();
+}
+
+// mean, rstd and what goes with them: [N, G].
+inline Status CheckStatistic(const Buffer& buffer, const char* name, const Problem& problem) {
+  return CheckNumbers(buffer, name, problem, problem.groups);
 }
 
 // A tensor that must look like x.
@@ -252,6 +261,51 @@ inline Status DecodeBackward(const Buffer& dy, const Buffer& x, const Buffer& sc
            dx->untyped_data(),
            problem->scale == Param::kAbsent ? nullptr : dscale->untyped_data(),
            problem->bias == Param::kAbsent ? nullptr : dbias->untyped_data(),
+           workspace->untyped_data()};
+  return Status();
+}
+
+inline Status DecodeMoments(const Buffer& x, Output& mean, Output& mean_low, Output& variance,
+                            Output& workspace, const Attributes& attributes, Problem* problem,
+                            ForwardArgs* args) {
+  problem->op = Op::kForward;
+  problem->sums_only = true;
+  JAX_GN_TRY(DecodeSizes(x, *mean, attributes, problem));
+  JAX_GN_TRY(CheckStatistic(*mean, "mean", *problem));
+  JAX_GN_TRY(CheckStatistic(*mean_low, "mean_low", *problem));
+  JAX_GN_TRY(CheckStatistic(*variance, "variance", *problem));
+  *args = {x.untyped_data(),         nullptr, nullptr, 0, nullptr, mean->untyped_data(), nullptr,
+           workspace->untyped_data()};
+  args->mean_low = mean_low->untyped_data();
+  args->variance = variance->untyped_data();
+  return Status();
+}
+
+// scale and bias are only read with an activation; both may be [0] whatever the call is a part of.
+inline Status DecodeChannelSums(const Buffer& dy, const Buffer& x, const Buffer& scale,
+                                const Buffer& bias, const Buffer& mean, const Buffer& rstd,
+                                Output& dz, Output& dz_xhat, Output& workspace,
+                                const Attributes& attributes, Problem* problem,
+                                BackwardArgs* args) {
+  problem->op = Op::kBackward;
+  problem->sums_only = true;
+  JAX_GN_TRY(DecodeSizes(x, mean, attributes, problem));
+  JAX_GN_TRY(CheckLikeX(dy, "dy", x));
+  JAX_GN_TRY(CheckStatistic(mean, "mean", *problem));
+  JAX_GN_TRY(CheckStatistic(rstd, "rstd", *problem));
+  JAX_GN_TRY(DecodeParam(scale, "scale", *problem, &problem->scale, &problem->scale_dtype));
+  JAX_GN_TRY(DecodeParam(bias, "bias", *problem, &problem->bias, &problem->bias_dtype));
+  JAX_GN_TRY(CheckNumbers(*dz, "dz", *problem, problem->channels));
+  JAX_GN_TRY(CheckNumbers(*dz_xhat, "dz_xhat", *problem, problem->channels));
+  *args = {dy.untyped_data(),
+           x.untyped_data(),
+           DataOrNull(scale, problem->scale),
+           DataOrNull(bias, problem->bias),
+           mean.untyped_data(),
+           rstd.untyped_data(),
+           nullptr,
+           dz_xhat->untyped_data(),
+           dz->untyped_data(),
            workspace->untyped_data()};
   return Status();
 }

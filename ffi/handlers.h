@@ -1,4 +1,4 @@
-// The handlers of both targets, once for all platforms: decode, plan, run. A platform's module
+// The handlers of all targets, once for all platforms: decode, plan, run. A platform's module
 // gives its Backend, and binds them with what XLA hands its handlers besides the buffers.
 #ifndef JAX_GN_HANDLERS_H_
 #define JAX_GN_HANDLERS_H_
@@ -63,6 +63,35 @@ class Handlers {
     }());
   }
 
+  static ffi::Error Moments(typename Backend::Context context, Buffer x, Output mean,
+                            Output mean_low, Output variance, Output workspace,
+                            std::string_view layout, std::string_view family) {
+    Attributes attributes;
+    Problem problem;
+    ForwardArgs args;
+    return ToFfiError([&]() -> Status {
+      JAX_GN_TRY(DecodeAttributes(layout, "none", family, &attributes));
+      JAX_GN_TRY(
+          DecodeMoments(x, mean, mean_low, variance, workspace, attributes, &problem, &args));
+      return Serve(context, problem, args, attributes.family, workspace);
+    }());
+  }
+
+  static ffi::Error ChannelSums(typename Backend::Context context, Buffer dy, Buffer x,
+                                Buffer scale, Buffer bias, Buffer mean, Buffer rstd, Output dz,
+                                Output dz_xhat, Output workspace, std::string_view layout,
+                                std::string_view activation, std::string_view family) {
+    Attributes attributes;
+    Problem problem;
+    BackwardArgs args;
+    return ToFfiError([&]() -> Status {
+      JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
+      JAX_GN_TRY(DecodeChannelSums(dy, x, scale, bias, mean, rstd, dz, dz_xhat, workspace,
+                                   attributes, &problem, &args));
+      return Serve(context, problem, args, attributes.family, workspace);
+    }());
+  }
+
  private:
   // What is left once a call is decoded: plan for the device that runs it, then run.
   template <typename Args>
@@ -104,6 +133,31 @@ class Handlers {
       .Ret<::xla::ffi::AnyBuffer>() /* dx */        \
       .Ret<::xla::ffi::AnyBuffer>() /* dscale */    \
       .Ret<::xla::ffi::AnyBuffer>() /* dbias */     \
+      .Ret<::xla::ffi::AnyBuffer>() /* workspace */ \
+      .Attr<std::string_view>("layout")             \
+      .Attr<std::string_view>("activation")         \
+      .Attr<std::string_view>("family")
+
+#define JAX_GN_BIND_MOMENTS(CONTEXT)                \
+  ::xla::ffi::Ffi::Bind() CONTEXT                   \
+      .Arg<::xla::ffi::AnyBuffer>() /* x */         \
+      .Ret<::xla::ffi::AnyBuffer>() /* mean */      \
+      .Ret<::xla::ffi::AnyBuffer>() /* mean_low */  \
+      .Ret<::xla::ffi::AnyBuffer>() /* variance */  \
+      .Ret<::xla::ffi::AnyBuffer>() /* workspace */ \
+      .Attr<std::string_view>("layout")             \
+      .Attr<std::string_view>("family")
+
+#define JAX_GN_BIND_CHANNEL_SUMS(CONTEXT)           \
+  ::xla::ffi::Ffi::Bind() CONTEXT                   \
+      .Arg<::xla::ffi::AnyBuffer>() /* dy */        \
+      .Arg<::xla::ffi::AnyBuffer>() /* x */         \
+      .Arg<::xla::ffi::AnyBuffer>() /* scale */     \
+      .Arg<::xla::ffi::AnyBuffer>() /* bias */      \
+      .Arg<::xla::ffi::AnyBuffer>() /* mean */      \
+      .Arg<::xla::ffi::AnyBuffer>() /* rstd */      \
+      .Ret<::xla::ffi::AnyBuffer>() /* dz */        \
+      .Ret<::xla::ffi::AnyBuffer>() /* dz_xhat */   \
       .Ret<::xla::ffi::AnyBuffer>() /* workspace */ \
       .Attr<std::string_view>("layout")             \
       .Attr<std::string_view>("activation")         \

@@ -6,7 +6,8 @@
 namespace jax_gn {
 
 int64_t CompulsoryBytes(const Problem& problem) {
-  const int64_t tensors = problem.op == Op::kForward ? 2 : 3;  // x, y  or  dy, x, dx
+  const int64_t read = problem.op == Op::kForward ? 1 : 2;     // x  or  dy, x
+  const int64_t tensors = read + (problem.sums_only ? 0 : 1);  // y  or  dx
   return tensors * problem.elements() * SizeOf(problem.dtype);
 }
 

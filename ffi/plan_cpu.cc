@@ -88,7 +88,7 @@ void CutForCaches(const Shape& shape, Plan* plan) {
 
 bool SumsOverSamples(const Problem& problem) {
   return problem.op == Op::kBackward &&
-         (problem.scale == Param::kPerChannel || problem.bias == Param::kPerChannel);
+         (problem.dscale() == Param::kPerChannel || problem.dbias() == Param::kPerChannel);
 }
 
 // blocked.cc lays it out.
@@ -110,6 +110,13 @@ void DescribeBlocked(const Problem& problem, Plan* plan) {
   const int64_t tensors = forward ? 2 : 3;
   const int64_t bytes = problem.elements() * SizeOf(problem.dtype);
   const int64_t tiles = plan->tiles(problem);
+  if (problem.sums_only) {
+    plan->AddStage({forward ? "statistics" : "sums", plan->blocks == 1
+                                                         ? tiles * cpu::SampleRanges(problem, *plan)
+                                                         : problem.n * tiles * plan->blocks});
+    plan->bytes_moved = CompulsoryBytes(problem);
+    return;
+  }
   if (plan->blocks == 1) {
     plan->AddStage(
         {forward ? "statistics_apply" : "sums_apply", tiles * cpu::SampleRanges(problem, *plan)});
@@ -128,6 +135,11 @@ void DescribeBlocked(const Problem& problem, Plan* plan) {
 void DescribeThreeStage(const Problem& problem, Plan* plan) {
   const int64_t bytes = problem.elements() * SizeOf(problem.dtype);
   const int64_t tasks = problem.n * problem.groups;
+  if (problem.sums_only) {
+    plan->AddStage({problem.op == Op::kForward ? "statistics" : "channel_sums", tasks});
+    plan->bytes_moved = CompulsoryBytes(problem);
+    return;
+  }
   if (problem.op == Op::kForward) {
     plan->AddStage({"statistics_apply", tasks});
     plan->bytes_moved = 3 * bytes;
@@ -158,7 +170,7 @@ Status MakeCpuPlan(const Problem& problem, Family preference, Plan* plan) {
       plan->family = Family::kThreeStage;
       plan->tile_channels = shape.group_size;
       CutInBlocks(shape, plan);
-      if (problem.op == Op::kBackward) {
+      if (problem.op == Op::kBackward && !problem.sums_only) {
         plan->workspace_bytes = 2 * problem.n * problem.groups * SizeOf(problem.accumulator());
       }
       DescribeThreeStage(problem, plan);

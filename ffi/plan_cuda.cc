@@ -24,7 +24,9 @@ Stage Streaming(std::string_view kernel, int64_t grid, int64_t shared_bytes = 0)
 
 void AddParameterSums(const Problem& problem, int64_t rows, Plan* plan) {
   for (const Param form : {Param::kPerChannel, Param::kPerSample}) {
-    if (problem.op == Op::kForward || (problem.scale != form && problem.bias != form)) continue;
+    if (problem.op == Op::kForward || (problem.dscale() != form && problem.dbias() != form)) {
+      continue;
+    }
     plan->AddStage(Streaming("parameter_sums", cuda::ParameterBlocks(problem, form, rows)));
   }
 }
@@ -50,10 +52,11 @@ void PlanRows(const Problem& problem, Plan* plan) {
     plan->AddStage(Streaming(forward ? "row_moments" : "row_sums", cut.blocks(),
                              cuda::RowSharedBytes(problem)));
   }
-  if (combine) {
+  if (combine && (forward || !problem.sums_only)) {
     plan->AddStage(Streaming(forward ? "combine_moments" : "combine_group_sums",
                              cuda::CombineBlocks(problem)));
   }
+  if (problem.sums_only) return;
   plan->AddStage(Streaming(forward ? "row_apply" : "row_gradient", cut.blocks()));
 }
 
@@ -69,16 +72,19 @@ void PlanRuns(const Problem& problem, Plan* plan) {
     if (statistics.pieces > 1) {
       plan->AddStage(Streaming("combine_moments", cuda::CombineBlocks(problem)));
     }
-    plan->AddStage(Streaming("run_apply", channels.blocks()));
+    if (!problem.sums_only) plan->AddStage(Streaming("run_apply", channels.blocks()));
   } else {
     plan->AddStage(Streaming("run_sums", channels.blocks()));
+    if (problem.sums_only) return;
     plan->AddStage(Streaming("combine_channel_sums", cuda::CombineBlocks(problem)));
     plan->AddStage(Streaming("run_gradient", channels.blocks()));
   }
 }
 
 void PlanStreaming(const Problem& problem, Plan* plan) {
-  plan->bytes_moved = TensorBytes(problem) * (problem.op == Op::kForward ? 3 : 5);
+  plan->bytes_moved = problem.sums_only
+                          ? CompulsoryBytes(problem)
+                          : TensorBytes(problem) * (problem.op == Op::kForward ? 3 : 5);
   if (cuda::LayoutOf(problem) == Layout::kChannelsLast) {
     PlanRows(problem, plan);
   } else {
@@ -161,6 +167,14 @@ void PlanThreeStage(const Problem& problem, Plan* plan) {
   const int64_t groups = problem.n * problem.groups;
   plan->tile_channels = problem.group_size();
   plan->block_extent = problem.spatial;
+  if (problem.sums_only) {
+    const bool forward = problem.op == Op::kForward;
+    plan->AddStage({forward ? "group_statistics" : "channel_sums",
+                    forward ? groups : cuda::ChannelSumBlocks(problem, Param::kPerSample),
+                    kThreads});
+    plan->bytes_moved = forward ? 2 * TensorBytes(problem) : CompulsoryBytes(problem);
+    return;
+  }
   if (problem.op == Op::kForward) {
     plan->AddStage({"group_statistics_apply", groups, kThreads});
     plan->bytes_moved = 4 * TensorBytes(problem);
@@ -216,10 +230,17 @@ Status MakeCudaPlan(const Problem& problem, const DeviceLimits& device, Family p
                         "family 'blocked' has no CUDA code; use 'resident', "
                         "'streaming' or 'three_stage'");
   }
+  if (problem.sums_only) {
+    if (preference == Family::kResident) {
+      return JAX_GN_ERROR(kUnimplemented,
+                          "family 'resident' has no sums alone; use 'streaming' or 'three_stage'");
+    }
+    if (preference == Family::kAuto) preference = Family::kStreaming;
+  }
   const bool empty = problem.n == 0 || problem.spatial == 0;  // the launcher writes the results
   if (preference == Family::kThreeStage) {
     plan->family = Family::kThreeStage;
-    if (problem.op == Op::kBackward) {
+    if (problem.op == Op::kBackward && !problem.sums_only) {
       plan->workspace_bytes = 2 * problem.n * problem.groups * SizeOf(problem.accumulator());
     }
     if (!empty) PlanThreeStage(problem, plan);

@@ -50,6 +50,9 @@ constexpr DType AccumulatorOf(DType dtype) {
 
 struct Problem {
   Op op = Op::kForward;
+  // Only what the reading pass of `op` sums up, for callers who add other devices' sums: forward
+  // mean and variance of x, backward the sums of dz and dz * xhat per sample and channel.
+  bool sums_only = false;
   DType dtype = DType::kFloat32;  // of x, y, dy, dx
   Layout layout = Layout::kChannelsLast;
   Activation activation = Activation::kNone;
@@ -67,6 +70,11 @@ struct Problem {
   int64_t group_elements() const { return spatial * group_size(); }
   int64_t elements() const { return n * spatial * channels; }
   DType accumulator() const { return AccumulatorOf(dtype); }
+  // How dscale and dbias are asked for: as their parameters are, but sums as they come.
+  Param dscale() const { return sums_only ? Param::kPerSample : scale; }
+  Param dbias() const { return sums_only ? Param::kPerSample : bias; }
+  DType dscale_dtype() const { return sums_only ? accumulator() : scale_dtype; }
+  DType dbias_dtype() const { return sums_only ? accumulator() : bias_dtype; }
 };
 
 // Elements of a scale or bias of that shape.
@@ -81,10 +89,13 @@ struct ForwardArgs {
   const void* scale;  // scale_dtype, nullptr if absent
   const void* bias;   // bias_dtype, nullptr if absent
   double epsilon;
-  void* y;          // as x
+  void* y;          // as x; nullptr with sums_only
   void* mean;       // [N, G], accumulator
-  void* rstd;       // [N, G], accumulator
+  void* rstd;       // [N, G], accumulator; nullptr with sums_only
   void* workspace;  // at least the plan's workspace_bytes, arbitrary contents, 16-byte aligned
+  // With sums_only, else nullptr; both [N, G], accumulator:
+  void* mean_low = nullptr;  // what the mean's rounding left
+  void* variance = nullptr;
 };
 
 struct BackwardArgs {
@@ -94,10 +105,11 @@ struct BackwardArgs {
   const void* bias;   // bias_dtype, nullptr if absent; read only with an activation
   const void* mean;   // [N, G], accumulator
   const void* rstd;   // [N, G], accumulator
-  void* dx;           // as x
-  void* dscale;       // as scale, nullptr if absent
-  void* dbias;        // as bias, nullptr if absent
-  void* workspace;    // at least the plan's workspace_bytes, arbitrary contents, 16-byte aligned
+  void* dx;           // as x; nullptr with sums_only
+  // With sums_only Σ dz * xhat and Σ dz, both [N, C], accumulator; else:
+  void* dscale;     // as scale, nullptr if absent
+  void* dbias;      // as bias, nullptr if absent
+  void* workspace;  // at least the plan's workspace_bytes, arbitrary contents, 16-byte aligned
 };
 
 }  // namespace jax_gn

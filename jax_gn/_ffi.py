@@ -24,6 +24,9 @@ _VERSION = 1
 TARGETS = {
     "forward": f"jax_gn.forward.v{_VERSION}",
     "backward": f"jax_gn.backward.v{_VERSION}",
+    # What their first reading of x (and dy) sums up, where groups go on on other devices.
+    "moments": f"jax_gn.moments.v{_VERSION}",
+    "channel_sums": f"jax_gn.channel_sums.v{_VERSION}",
 }
 # platform -> (compiled module, the name XLA registers its handlers under)
 _MODULES = {"cpu": ("jax_gn._cpu", "cpu"), "cuda": ("jax_gn._cuda", "CUDA")}
@@ -135,6 +138,26 @@ def backward(
         None if problem.scale is None else dscale,
         None if problem.bias is None else dbias,
     )
+
+
+def moments(problem: Problem, x, *, family: str, workspace_bytes: int):
+    """(mean, what its rounding left, variance), each [N, G], by the registered target."""
+    statistic = _like(x, problem.statistics_shape, problem.accumulator)
+    results = (statistic, statistic, statistic, _workspace(x, workspace_bytes))
+    call = jax.ffi.ffi_call(TARGETS["moments"], results)
+    return tuple(call(x, layout=problem.layout, family=family)[:3])
+
+
+def channel_sums(
+    problem: Problem, dy, x, scale, bias, mean, rstd, *, family: str, workspace_bytes: int
+):
+    """The sums of dz and of dz * xhat, each [N, C], by the registered target."""
+    sums = _like(x, (problem.n, problem.channels), problem.accumulator)
+    call = jax.ffi.ffi_call(TARGETS["channel_sums"], (sums, sums, _workspace(x, workspace_bytes)))
+    dz, dz_xhat, _ = call(
+        dy, x, _or_empty(scale), _or_empty(bias), mean, rstd, **_attributes(problem, family)
+    )
+    return dz, dz_xhat
 
 
 def _attributes(problem: Problem, family: str) -> dict[str, str]:

@@ -1,5 +1,5 @@
 """What the linen and nnx norms share: which call of the kernels a layer is, and the definition of
-what the kernels don't have (masks, scattered axes, complex input, statistics over devices).
+what the kernels don't have (masks, scattered axes, complex input).
 
 apply                 the result's dtype; learned and given scale and bias become one pair
   _kernel_call          the reshape (no transpose) after which group_norm computes the layer, or why
@@ -19,7 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from ._group_norm import choose, group_norm
-from ._problem import ACCUMULATORS, MAX_RANK, ONE_CHANNEL_A_GROUP, check_activation, check_epsilon
+from ._problem import (
+    ACCUMULATORS,
+    MAX_RANK,
+    ONE_CHANNEL_A_GROUP,
+    across_of,
+    check_activation,
+    check_epsilon,
+)
 from ._reference import ACTIVATIONS, standardized
 
 
@@ -134,6 +141,8 @@ def apply(layer: Layer, x, learned, given, mask):
             channel_axis=call.channel_axis,
             activation=activation,
             implementation=layer.implementation,
+            axis_name=layer.axis_name,
+            axis_index_groups=layer.axis_index_groups,
         )
         y = jnp.reshape(y, x.shape)  # pyright: ignore[reportArgumentType]
     return y.astype(dtype)
@@ -205,8 +214,6 @@ def _kernel_call(layer: Layer, x, per_sample: bool, mask) -> _KernelCall | str:
     """How the kernels compute the layer, or what about it they don't have."""
     if mask is not None:
         return "mask"
-    if layer.axis_name is not None:
-        return f"axis_name={layer.axis_name!r}"
     if jnp.dtype(x.dtype).name not in ACCUMULATORS:
         return f"{x.dtype} input"
     if x.size == 0 and 0 in [x.shape[axis] for axis in layer.features]:
@@ -257,9 +264,7 @@ def _definition(layer: Layer, x, scale, bias, mask, activation: str | None):
     if mask is not None:
         mask = _broadcast_mask(mask, x.shape).reshape(shape)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(shape)
-    across = None
-    if layer.axis_name is not None:
-        across = (layer.axis_name, layer.axis_index_groups)
+    across = across_of(layer.axis_name, layer.axis_index_groups)
     z = standardized(wide, axes, epsilon=layer.epsilon, mask=mask, across=across).reshape(x.shape)
     if scale is not None:
         z = z * _feature_view(layer, scale, x.ndim)

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from . import _ffi, _reference, _sharding, _spmd
-from ._problem import ONE_CHANNEL_A_GROUP, check_epsilon, is_static, problem_of
+from . import _ffi, _sharding, _spmd
+from ._problem import ONE_CHANNEL_A_GROUP, across_of, check_epsilon, is_static, problem_of
 from ._spmd import Call
 
 IMPLEMENTATIONS = ("ffi", "xla")
@@ -74,8 +74,10 @@ def group_norm(
         the kernels where the platform has them, else the definition; a sequence: the first that can
         serve.
       axis_name: name(s) of mapped axes (`jax.shard_map`, `jax.pmap`) over whose devices a group
-        goes on: x is then a shard of the positions, all shards of one size. By the definition, with
-        one all-reduce of `[devices, N, G]` moments. Not needed under `jit` with sharded arrays.
+        goes on: x is then a shard of the positions, all shards of one size. The kernels take the
+        sums of the shard, and each pass makes one all-reduce: of `[devices, N, G]` moments, of
+        `[N, C]` sums (over an axis of `jax.vmap`: the definition). Not needed under `jit` with
+        sharded arrays.
       axis_index_groups: the sets of devices that share groups, as `jax.lax.psum` has it.
 
     Returns:
@@ -107,15 +109,16 @@ def group_norm(
                 'implementation="xla" or None, which exports the definition'
             )
         chosen = "xla"
-    call = Call(problem, epsilon, fallback=chosen is None, partition=_sharding.partitions())
-    if axis_name is not None:
+    across = across_of(axis_name, axis_index_groups)
+    if across is not None and not _sharding.is_over_devices(across):
         if implementation == "ffi":
             raise NotImplementedError(
-                f"the kernels take no statistics across devices, got axis_name={axis_name!r}: "
-                'write implementation="xla" or None'
+                "the kernels need an axis_name of devices (jax.shard_map, jax.pmap), got "
+                f'{axis_name!r}: write implementation="xla" or None'
             )
-        across = (axis_name, axis_index_groups)
-        return _reference.forward(problem, x, scale, bias, epsilon=epsilon, across=across)[0]
+        chosen = "xla"
+    partition = _sharding.partitions()
+    call = Call(problem, epsilon, fallback=chosen is None, partition=partition, across=across)
     if chosen == "xla":
         return _sharding.define("forward", call, x, scale, bias)[0]
     x, scale, bias = _sharding.vary_alike(x, scale, bias)

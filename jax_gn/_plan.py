@@ -60,6 +60,9 @@ class _Plan:
     deterministic: bool = True  # nor do the bits depend on the number of threads or devices
 
     op = ""
+    sums_only = (
+        False  # of the op's two steps only the sums, of this device's share of the positions
+    )
 
     @property
     def dtype(self) -> str:
@@ -93,7 +96,8 @@ class _Plan:
         asked = "asked for" if self.preference else "chosen by the planner"
         return "\n".join(
             [
-                f"GroupNorm {self.op} on {self.platform} ({self.arch})",
+                f"GroupNorm {self.op}{', sums only,' * self.sums_only} on {self.platform} "
+                f"({self.arch})",
                 f"  problem     {self.dtype}{list(p.shape)}, {self.layout}, {p.num_groups} groups "
                 f"of {p.group_size} channels, {p.spatial} positions, {_affine_text(p)}, "
                 f"activation {p.activation}",
@@ -184,6 +188,42 @@ class BackwardPlan(_Plan):
     def call(self, dy, x, scale, bias, mean, rstd):
         """`run` without the checks, on whatever platform is being lowered."""
         return _ffi.backward(
+            self.problem,
+            dy,
+            x,
+            scale,
+            bias,
+            mean,
+            rstd,
+            family=self._preference,
+            workspace_bytes=self.workspace_bytes,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentsPlan(_Plan):
+    """What runs for the forward pass's sums of a share of the positions."""
+
+    op = "forward"
+    sums_only = True
+
+    def call(self, x):
+        """(mean, what its rounding left, variance), each `[N, G]`."""
+        return _ffi.moments(
+            self.problem, x, family=self._preference, workspace_bytes=self.workspace_bytes
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelSumsPlan(_Plan):
+    """What runs for the backward pass's sums of a share of the positions."""
+
+    op = "backward"
+    sums_only = True
+
+    def call(self, dy, x, scale, bias, mean, rstd):
+        """The sums of dz and of dz * xhat, each `[N, C]`."""
+        return _ffi.channel_sums(
             self.problem,
             dy,
             x,
@@ -296,7 +336,7 @@ def make_plan(
     device: DeviceLimits | None = None,
     preference: str | None = None,
 ):
-    """A `kind` (ForwardPlan or BackwardPlan) of a valid problem."""
+    """A `kind` (a class of plans) of a valid problem."""
     if platform is None:
         platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
     if platform not in _ffi.PLATFORMS:
@@ -316,6 +356,7 @@ def make_plan(
 def _make_plan(kind, problem: Problem, platform: str, device: DeviceLimits, preference):
     answer = _ffi.planner().plan(
         op=kind.op,
+        sums_only=kind.sums_only,
         dtype=problem.dtype,
         layout=problem.layout,
         activation=problem.activation or "none",

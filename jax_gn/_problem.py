@@ -10,7 +10,7 @@ import math
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -38,6 +38,16 @@ class Parameter:
 
     per_sample: bool
     dtype: str
+
+
+class Across(NamedTuple):
+    """The devices, besides this one, whose shards of the positions belong to the same groups."""
+
+    axis_name: Any  # of mesh or mapped axes: one or several
+    axis_index_groups: tuple[tuple[int, ...], ...] | None = None
+    # Whether scale and bias are one array on all of them, whose gradient is the sum over them; else
+    # each device has its own.
+    shared_parameters: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +177,16 @@ def problem_of(x, scale, bias, *, num_groups, channel_axis, activation) -> Probl
         bias_dtype=None if bias is None else bias.dtype,
         activation=activation,
     )
+
+
+def across_of(axis_name: Any, axis_index_groups: Any) -> Across | None:
+    """The devices of group_norm's two arguments; JAX checks both where it meets them."""
+    if axis_name is None:
+        return None
+    name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+    if axis_index_groups is None:
+        return Across(name)
+    return Across(name, tuple(tuple(map(int, group)) for group in axis_index_groups))
 
 
 def check_epsilon(epsilon: Any) -> float:

@@ -11,9 +11,9 @@ and backward, with dz = dy * act'(z), A = Σ_spatial dz, B = Σ_spatial dz * (x 
     dx = rstd * (scale * dz - Σ_D scale * A / M - (x - mean) * rstd² * Σ_D scale * B / M)
 
 Both work in the accumulator type. Plain traceable functions: JAX differentiates them to any order.
-Where shards of the positions lie on other devices, they serve too: `across` is then (mesh axes,
-axis_index_groups or None), M counts all shards' elements, and each pass makes one all-reduce of
-sums that have no spatial axes.
+Where shards of the positions lie on other devices, they serve too: `across` then names those, M
+counts all shards' elements, and each pass makes one all-reduce of sums that have no spatial axes.
+The sums of the shard itself are functions of their own, so that a kernel can take their place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from ._problem import Parameter, Problem
+from ._problem import Across, Parameter, Problem
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -34,45 +34,130 @@ ACTIVATIONS = {
 }
 
 
-def forward(problem: Problem, x, scale, bias, *, epsilon: float, across=None):
-    """(y, mean, rstd): y as x, the statistics [N, G] in the accumulator type."""
-    xc, mean, var = _centre(problem, _groups_view(problem, x), across)
+def forward(
+    problem: Problem, x, scale, bias, *, epsilon: float, across: Across | None = None, moments=None
+):
+    """(y, mean, rstd): y as x, the statistics [N, G] in the accumulator type.
+
+    `moments`: what takes the place of `local_moments`, a function of x.
+    """
+    (wide,) = _wide(problem, x)
+    high, low, var = local_moments(problem, wide) if moments is None else moments(x)
+    if across is not None:
+        high, low, var = _merged(high, low, var, across)
     rstd = 1 / jnp.sqrt(var + epsilon)
-    z = xc * rstd
+    xc = _groups_view(problem, wide) - _statistic_view(problem, high)
+    z = (xc - _statistic_view(problem, low)) * _statistic_view(problem, rstd)
     if scale is not None:
         z = z * _parameter_view(problem, scale)
     if bias is not None:
         z = z + _parameter_view(problem, bias)
     y = z if problem.activation is None else ACTIVATIONS[problem.activation](z)
-    shape = problem.statistics_shape
-    return y.reshape(problem.shape).astype(x.dtype), mean.reshape(shape), rstd.reshape(shape)
+    return y.reshape(problem.shape).astype(x.dtype), high + low, rstd
 
 
-def backward(problem: Problem, dy, x, scale, bias, mean, rstd, *, across=None):
-    """(dx, dscale, dbias), None for an absent parameter; bias is read only with an activation."""
+def backward(
+    problem: Problem,
+    dy,
+    x,
+    scale,
+    bias,
+    mean,
+    rstd,
+    *,
+    across: Across | None = None,
+    channel_sums=None,
+):
+    """(dx, dscale, dbias), None for an absent parameter; bias is read only with an activation.
+
+    `channel_sums`: what takes the place of `local_channel_sums`, a function of the six arrays.
+    """
+    arrays = (dy, x, scale, bias, mean, rstd)
+    wide = _wide(problem, *arrays)
+    local = local_channel_sums(problem, *wide) if channel_sums is None else channel_sums(*arrays)
+    total, count = local, max(problem.spatial * problem.group_size, 1)
+    if across is not None:
+        total = _across(jax.lax.psum, local, across)
+        count *= _across(jax.lax.psum, 1, across)
+    dz, xhat, weight = _dz(problem, *wide)
+    _, within, _ = _axes(problem)
+    p, q = (
+        jnp.sum(weight * _parameter_view(problem, value), within, keepdims=True) / count
+        for value in total
+    )
+    dx = _statistic_view(problem, rstd) * (weight * dz - p - xhat * q)
+    own = total if across is None or across.shared_parameters else local
+    return (
+        dx.reshape(problem.shape).astype(x.dtype),
+        _parameter_gradient(own[1], problem.scale),
+        _parameter_gradient(own[0], problem.bias),
+    )
+
+
+def local_moments(problem: Problem, x):
+    """(high, low, var), each [N, G]: the mean as a sum of two numbers, and the biased variance.
+
+    An element of the group is subtracted first: a constant group then gives mean = that constant
+    and var = 0 exactly, and a large mean costs no digits of x - mean.
+    """
     spatial, within, _ = _axes(problem)
-    xc = _groups_view(problem, x) - _statistic_view(problem, mean)
-    rstd = _statistic_view(problem, rstd)
+    axes = (*spatial, within)
+    shape = problem.statistics_shape
+    x = _groups_view(problem, x)
+    if math.prod(problem.shape) == 0:  # nothing to reduce: mean = var = 0, by definition of ours
+        return (jnp.zeros(shape, x.dtype),) * 3
+    first = tuple(slice(0, 1) if i in axes else slice(None) for i in range(x.ndim))
+    shift = jax.lax.stop_gradient(x[first])
+    shifted = x - shift
+    offset = jnp.mean(shifted, axes, keepdims=True)
+    xc = shifted - offset
+    var = jnp.mean(xc * xc, axes, keepdims=True)
+    return shift.reshape(shape), offset.reshape(shape), var.reshape(shape)
+
+
+def local_channel_sums(problem: Problem, *arrays):
+    """The sums of dz and of dz * xhat over the positions, each [N, C]; arrays as backward's."""
+    spatial, _, _ = _axes(problem)
+    dz, xhat, _ = _dz(problem, *arrays)
+    shape = (problem.n, problem.channels)
+    return tuple(jnp.sum(value, spatial).reshape(shape) for value in (dz, dz * xhat))
+
+
+def _dz(problem: Problem, dy, x, scale, bias, mean, rstd):
+    """(dz, xhat, scale or 1) in the grouped view."""
+    xhat = _groups_view(problem, x) - _statistic_view(problem, mean)
+    xhat = xhat * _statistic_view(problem, rstd)
     weight = 1 if scale is None else _parameter_view(problem, scale)
     dz = _groups_view(problem, dy)
     if problem.activation is not None:
         shift = 0 if bias is None else _parameter_view(problem, bias)
-        _, pull = jax.vjp(ACTIVATIONS[problem.activation], xc * rstd * weight + shift)
+        _, pull = jax.vjp(ACTIVATIONS[problem.activation], xhat * weight + shift)
         (dz,) = pull(dz)
-    a = jnp.sum(dz, spatial, keepdims=True)
-    b = jnp.sum(dz * xc, spatial, keepdims=True)
-    count = max(problem.spatial * problem.group_size, 1)
-    if across is not None:
-        a, b = _across(jax.lax.psum, (a, b), across)
-        count *= _across(jax.lax.psum, 1, across)
-    p = jnp.sum(weight * a, within, keepdims=True) / count
-    q = jnp.sum(weight * b, within, keepdims=True) / count
-    dx = rstd * (weight * dz - p - xc * rstd**2 * q)
-    return (
-        dx.reshape(problem.shape).astype(x.dtype),
-        _parameter_gradient(problem, rstd * b, problem.scale),
-        _parameter_gradient(problem, a, problem.bias),
-    )
+    return dz, xhat, weight
+
+
+def _merged(high, low, var, across: Across):
+    """The moments of all devices, of as many elements each, by Chan's formula.
+
+    They come to all devices in one all-reduce of arrays in which each device has a row of its own.
+    """
+    axis_name, groups, _ = across
+    index, size = jax.lax.axis_index(axis_name), jax.lax.psum(1, axis_name)
+    mine = (jnp.arange(size) == index).reshape(1, size, 1, 1)
+    moments = jnp.where(mine, jnp.stack([high, low, var])[:, None], 0)
+    highs, lows, variances = _across(jax.lax.psum, moments, across)
+    if groups is not None:  # the rows of the devices that share this one's groups
+        members = jnp.asarray([next(g for g in groups if i in g) for i in range(size)])[index]
+        highs, lows, variances = highs[members], lows[members], variances[members]
+    base = highs[0]
+    deviations = (highs - base) + lows
+    offset = jnp.mean(deviations, 0)
+    return base, offset, jnp.mean(variances + (deviations - offset) ** 2, 0)
+
+
+def _wide(problem: Problem, *arrays):
+    """The arrays in the accumulator type: cast once, so that derivatives are rounded once."""
+    return tuple(a if a is None else a.astype(problem.accumulator) for a in arrays)
 
 
 def _axes(problem: Problem) -> tuple[tuple[int, ...], int, int]:
@@ -108,59 +193,23 @@ def _statistic_view(problem: Problem, value):
     return _broadcast_view(problem, value, problem.n, (problem.num_groups, 1))
 
 
-def _centre(problem: Problem, x, across=None):
-    """(x - mean, mean, var), the last two with size-1 reduced axes.
-
-    An element of the group is subtracted first: a constant group then gives mean = that constant
-    and var = 0 exactly, and a large mean costs no digits of x - mean.
-    """
-    spatial, within, _ = _axes(problem)
-    axes = (*spatial, within)
-    if math.prod(problem.shape) == 0:  # nothing to reduce: mean = var = 0, by definition of ours
-        zero = jnp.zeros([1 if i in axes else d for i, d in enumerate(x.shape)], x.dtype)
-        return x, zero, zero
-    first = tuple(slice(0, 1) if i in axes else slice(None) for i in range(x.ndim))
-    shift = jax.lax.stop_gradient(x[first])
-    shifted = x - shift
-    offset = jnp.mean(shifted, axes, keepdims=True)
-    xc = shifted - offset
-    var = jnp.mean(xc * xc, axes, keepdims=True)
-    if across is None:
-        return xc, shift + offset, var
-    # The devices' moments, of as many elements each, merged by Chan's formula: they come to all
-    # devices in one all-reduce of arrays in which each device has a row of its own.
-    axis_name, groups = across
-    index, size = jax.lax.axis_index(axis_name), jax.lax.psum(1, axis_name)
-    row = jax.nn.one_hot(index, size, dtype=x.dtype).reshape(1, size, *(1,) * x.ndim)
-    moments = jnp.stack([shift, offset, var])[:, None]
-    shifts, offsets, variances = _across(jax.lax.psum, row * moments, across)
-    if groups is not None:  # the rows of the devices that share this one's groups
-        members = jnp.asarray([next(g for g in groups if i in g) for i in range(size)])[index]
-        shifts, offsets, variances = shifts[members], offsets[members], variances[members]
-    base = shifts[0]
-    deviations = (shifts - base) + offsets
-    offset = jnp.mean(deviations, 0)
-    var = jnp.mean(variances + (deviations - offset) ** 2, 0)
-    return (x - base) - offset, base + offset, var
-
-
-def _parameter_gradient(problem: Problem, per_sample, parameter: Parameter | None):
+def _parameter_gradient(per_sample, parameter: Parameter | None):
     if parameter is None:
         return None
-    value = per_sample.reshape(problem.n, problem.channels)
-    if not parameter.per_sample:
-        value = jnp.sum(value, 0)
+    value = per_sample if parameter.per_sample else jnp.sum(per_sample, 0)
     return value.astype(parameter.dtype)
 
 
-def standardized(x, axes: tuple[int, ...], *, epsilon: float, mask=None, across=None):
+def standardized(
+    x, axes: tuple[int, ...], *, epsilon: float, mask=None, across: Across | None = None
+):
     """(x - mean) * rstd over any axes, for what the kernels don't serve.
 
     Args:
       x: of the accumulator type, or complex: var is then the mean of |x - mean|².
       mask: where to take mean and var from, of x's shape. Elsewhere x is normalized too, or
         0 without a derivative if it is not finite or huge; a group masked throughout gives 0.
-      across: (axis_name, axis_index_groups) of the devices that the axes go on over.
+      across: the devices that the axes go on over.
     """
 
     def total(value):
@@ -175,7 +224,7 @@ def standardized(x, axes: tuple[int, ...], *, epsilon: float, mask=None, across=
     else:
         count = total(jnp.sum(mask, axes, real, keepdims=True))
     divisor = jnp.maximum(count, 1)
-    shift = _some_value(jax.lax.stop_gradient(x), axes, mask, across)  # as in _centre
+    shift = _some_value(jax.lax.stop_gradient(x), axes, mask, across)  # as in local_moments
     # Masked values must not enter any product: 0 times NaN is NaN, in derivatives too.
     inside = x if mask is None else jnp.where(mask, x, shift)
     offset = mean(inside - shift)
@@ -203,5 +252,4 @@ def _some_value(x, axes: tuple[int, ...], mask, across):
 def _across(collective, value, across):
     if across is None:
         return value
-    axis_name, axis_index_groups = across
-    return collective(value, axis_name, axis_index_groups=axis_index_groups)
+    return collective(value, across.axis_name, axis_index_groups=across.axis_index_groups)

@@ -6,7 +6,8 @@ type names. Either way batch, positions and channels (whole groups) stay sharded
 
 - batch and channels: the kernels; the gradient of a per-channel parameter is one all-reduce over
   the batch's mesh axes, nothing else moves;
-- positions: the definition, with an all-reduce of moments forward and one of channel sums backward;
+- positions: the kernels' sums, with an all-reduce of moments forward and one of channel sums
+  backward, and the rest as XLA fuses it;
 - shards that cut a group, and uneven ones, are gathered first: right, but not free.
 """
 
@@ -24,7 +25,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from . import _reference
-from ._problem import Parameter, Problem
+from ._problem import Across, Parameter, Problem
 
 _ARGUMENTS = {
     "forward": ("x", "scale", "bias"),
@@ -75,7 +76,8 @@ def run(kind: str, local: Callable, call, *arrays):
 def define(kind: str, call, *arrays):
     """The definition of that pass: differentiable, to any order."""
     definition = functools.partial(_definition, kind)
-    if mesh_is_explicit():  # reshapes and slices of sharded axes have no types there
+    if mesh_is_explicit() and call.across is None:
+        # Reshapes and slices of sharded axes have no types there.
         return run(kind, definition, call, *arrays)
     return definition(call, *arrays)
 
@@ -110,11 +112,21 @@ def mesh_is_explicit() -> bool:
     return AxisType.Explicit in axis_types and AxisType.Manual not in axis_types
 
 
-def _definition(kind: str, call, *arrays, across=None):
-    """The definition of an array, or of a shard of the positions that lie `across` mesh axes."""
+def is_over_devices(across: Across) -> bool:
+    """Whether its axes are those of `shard_map` or `pmap`, not of `vmap`.
+
+    JAX can't name the latter in the backward pass of a custom_vjp.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_types or (), strict=True)
+    names = across.axis_name if isinstance(across.axis_name, tuple) else (across.axis_name,)
+    return {name for name, of_type in axes if of_type == AxisType.Manual}.issuperset(names)
+
+
+def _definition(kind: str, call, *arrays):
     if kind == "forward":
-        return _reference.forward(call.problem, *arrays, epsilon=call.epsilon, across=across)
-    return _reference.backward(call.problem, *arrays, across=across)
+        return _reference.forward(call.problem, *arrays, epsilon=call.epsilon, across=call.across)
+    return _reference.backward(call.problem, *arrays, across=call.across)
 
 
 def _result_names(kind: str, problem: Problem) -> tuple[str, ...]:
@@ -180,10 +192,8 @@ def _explicit(kind: str, local: Callable, call, given: tuple[str, ...]):
 
 def _run_shard(kind: str, local: Callable, call, given, cut: _Cut, arrays):
     """The present results of one shard, from its given arrays."""
-    shard_call = dataclasses.replace(call, problem=cut.problem)
-    if cut.space is not None:
-        # XLA compiles its two readings well; the kernels know no sums of other devices.
-        local = functools.partial(_definition, kind, across=(cut.space, None))
+    across = None if cut.space is None else Across(cut.space, shared_parameters=True)
+    shard_call = dataclasses.replace(call, problem=cut.problem, across=across)
     if kind == "forward" or (cut.batch is None and cut.space is None):
         return _run_given(kind, local, shard_call, given, arrays)
     return _summed_over(cut.batch, local, shard_call, given, arrays)

@@ -1,7 +1,8 @@
 """How the two calls behave on several platforms and under vmap.
 
 Each pass is `custom_vmap(jit(sharded(platform_dependent(cpu=…, cuda=…, default=definition))))`.
-A mapped axis is folded into the batch: one custom call, no loop.
+A mapped axis is folded into the batch: one custom call, no loop. Where groups go on on other
+devices, only the sums of a pass are such a call, and the collectives around it see mapped axes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from . import _ffi, _reference, _sharding
-from ._plan import BackwardPlan, DeviceLimits, ForwardPlan, make_plan
-from ._problem import Parameter, Problem
+from ._plan import (
+    BackwardPlan,
+    ChannelSumsPlan,
+    DeviceLimits,
+    ForwardPlan,
+    MomentsPlan,
+    make_plan,
+)
+from ._problem import Across, Parameter, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +34,20 @@ class Call:
     epsilon: float
     fallback: bool  # the definition serves platforms without a kernel; False: they are an error
     partition: bool = True  # arrays on automatic mesh axes are worked on shard by shard
+    across: Across | None = None  # x is a shard of the positions that lie on these devices
 
 
 def forward(call: Call, x, scale, bias):
     """(y, mean, rstd) by the kernels."""
+    if call.across is not None:
+        return _local_forward(call, x, scale, bias)
     return _forward(call)(x, scale, bias)
 
 
 def backward(call: Call, dy, x, scale, bias, mean, rstd):
     """(dx, dscale, dbias) by the kernels."""
+    if call.across is not None:
+        return _local_backward(call, dy, x, scale, bias, mean, rstd)
     return _backward(call)(dy, x, scale, bias, mean, rstd)
 
 
@@ -65,11 +78,28 @@ def _run_backward(call: Call, *arrays):
 def _local_forward(call: Call, *arrays):
     """The forward pass of the arrays that one device holds."""
     options = {"epsilon": call.epsilon}
+    if call.across is not None:
+        options |= {"across": call.across, "moments": _moments(call)}
+        return _reference.forward(call.problem, *arrays, **options)
     return _by_platform(call, ForwardPlan, options, _reference.forward, *arrays)
 
 
 def _local_backward(call: Call, *arrays):
+    if call.across is not None:
+        options = {"across": call.across, "channel_sums": _channel_sums(call)}
+        # Statistics over devices vary less than x: one kernel call wants its arrays to vary alike.
+        return _reference.backward(call.problem, *_sharding.vary_alike(*arrays), **options)
     return _by_platform(call, BackwardPlan, {}, _reference.backward, *arrays)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_moments(call: Call, x):
+    return _by_platform(call, MomentsPlan, {}, _reference.local_moments, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_channel_sums(call: Call, *arrays):
+    return _by_platform(call, ChannelSumsPlan, {}, _reference.local_channel_sums, *arrays)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,6 +145,39 @@ def _backward(call: Call):
             _finish_gradient(call, size, dbias, call.problem.bias),
         )
         return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return mapped
+
+
+@functools.lru_cache(maxsize=4096)
+def _moments(call: Call):
+    mapped = custom_vmap(functools.partial(_run_moments, call))
+
+    @mapped.def_vmap
+    def rule(size, _, x):
+        folded = _fold_problem(call, size, False, False)
+        sums = _moments(folded)(_fold(size, True, x))
+        return tuple(_unfold(call, size, s) for s in sums), (True,) * 3
+
+    return mapped
+
+
+@functools.lru_cache(maxsize=4096)
+def _channel_sums(call: Call):
+    mapped = custom_vmap(functools.partial(_run_channel_sums, call))
+
+    @mapped.def_vmap
+    def rule(size, batched, dy, x, scale, bias, mean, rstd):
+        folded = _fold_problem(call, size, batched[2], batched[3])
+        x, scale, bias = _fold_arrays(call, size, batched[1:4], x, scale, bias)
+        dy, mean, rstd = (
+            _fold(size, is_mapped, value)
+            for is_mapped, value in zip(
+                (batched[0], batched[4], batched[5]), (dy, mean, rstd), strict=True
+            )
+        )
+        sums = _channel_sums(folded)(dy, x, scale, bias, mean, rstd)
+        return tuple(_unfold(call, size, s) for s in sums), (True, True)
 
     return mapped
 

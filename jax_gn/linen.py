@@ -14,8 +14,8 @@ installed Flax's, and checkpoints load both ways. What differs is the computatio
   `activation(bias)`, not NaN; with `axis_name`, devices count by their unmasked elements.
 
 What the kernels don't serve runs as `jax.numpy` code with the same numbers: a mask, complex input,
-`axis_name`, reduced axes that are not the last ones, and feature axes that are neither the last nor
-the first ones. ``implementation="ffi"`` is then a NotImplementedError.
+an `axis_name` of `vmap`, reduced axes that are not the last ones, and feature axes that are neither
+the last nor the first ones. ``implementation="ffi"`` is then a NotImplementedError.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ The promotion of x, scale and bias before the computation is nnx's, by its docum
 parameters are rounded to it, where linen keeps them in float32.
 
 What the kernels don't serve runs as `jax.numpy` code with the same numbers: a mask, complex input,
-`axis_name`, reduced axes that are not the last ones, and feature axes that are neither the last nor
-the first ones. ``implementation="ffi"`` is then a NotImplementedError.
+an `axis_name` of `vmap`, reduced axes that are not the last ones, and feature axes that are neither
+the last nor the first ones. ``implementation="ffi"`` is then a NotImplementedError.
 """
 
 from __future__ import annotations

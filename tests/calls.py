@@ -16,6 +16,7 @@ from jax_gn._ffi import TARGETS
 from problems import Case
 
 FORWARD, BACKWARD = TARGETS["forward"], TARGETS["backward"]
+MOMENTS, CHANNEL_SUMS = TARGETS["moments"], TARGETS["channel_sums"]
 
 
 def kernels(compiled_text: str) -> list[str]:
@@ -23,7 +24,7 @@ def kernels(compiled_text: str) -> list[str]:
     return [
         target
         for target in re.findall(r'custom_call_target="([^"]+)"', compiled_text)
-        if target in (FORWARD, BACKWARD)
+        if target in TARGETS.values()
     ]
 
 

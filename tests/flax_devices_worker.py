@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+import calls
 import numerics
 from flax_layers import data, layer, parameters
 
@@ -67,6 +68,7 @@ def main() -> None:
                 whole(params, x),
             ),
         }
+        assert calls.kernels_of(plain, params, x) == [calls.MOMENTS]
         for name, pair in found.items():
             assert_same(f"{framework} {name}", *pair)
 

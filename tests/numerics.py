@@ -31,6 +31,9 @@ RATIO, SLACK = 2.0, 1.0  # STYLE.md rule 11: error <= 2 x the reference's + 1 UL
 FIELD = {1: 1e-2, 2: 1e-4, "2 jit": 1e-6, 4: 1e-4, 5: 1e-5, 7: 2e-3, 8: 2e-3, 13: 2.0**-7}
 FIELD |= {6: 1e-5, 14: 1e-12, 20: 1e-6}
 
+# Second derivatives in float32 of one function over devices and on one, by max-norm.
+SECOND_ORDER = 1e-5
+
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
@@ -266,6 +269,48 @@ def expected(
             norm = view.per_parameter(terms, shape, norm=True)
             out[name] = result(truth, norm, parameter.dtype)
     return out
+
+
+def expected_sums(
+    x, scale, bias, dy, mean, rstd, *, num_groups, epsilon=1e-6, channel_axis=-1, activation=None
+) -> dict[str, Expected]:
+    """A shard's sums: mean (high + low, in float64), variance, dz and dz_xhat.
+
+    The last two with the mean and rstd given, which other shards have made what they are.
+    """
+    x = np.asarray(x)
+    wide = wide_type(x.dtype)
+    acc = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+    view = _View(x.shape, channel_axis, num_groups, wide)
+    count = max(view.spatial * view.groups[1], 1)
+    xg, s, b = view.split(x), view.parameter(scale, 1), view.parameter(bias, 0)
+    own = xg.sum((1, 3), keepdims=True) / count
+    var = np.square(xg - own).sum((1, 3), keepdims=True) / count
+    mean, rstd = (
+        np.asarray(v).astype(wide).reshape(view.n, 1, num_groups, 1) for v in (mean, rstd)
+    )
+    dyg, xhat = view.split(dy), (xg - mean) * rstd
+    z = xhat * s + b
+    dz = dyg * activate(activation, z)[1]
+    # Where dy is multiplied with a slope, it is known as well as the pre-activation is.
+    steep = 1 + (np.abs(xhat * s) + np.abs(b) if activation is not None else 0)
+    terms = np.abs(dyg) * steep
+
+    def statistic(truth, size, dtype):
+        shape = (view.n, num_groups)
+        return Expected(truth.reshape(shape), np.asarray(size).reshape(shape), np.dtype(dtype), acc)
+
+    def channel(value, size):
+        size = np.sqrt(np.square(size).sum(1))
+        shape = (view.n, view.channels)
+        return Expected(value.sum(1).reshape(shape), size.reshape(shape), acc, acc)
+
+    return {
+        "mean": statistic(own, np.sqrt(var), np.float64),
+        "variance": statistic(var, var, acc),
+        "dz": channel(dz, terms),
+        "dz_xhat": channel(dz * xhat, terms * (np.abs(xhat) + 1)),
+    }
 
 
 def near_kink(x, scale, bias, *, num_groups, epsilon, channel_axis, activation) -> np.ndarray:

@@ -1,10 +1,11 @@
 """Run by test_sharding.py in a process of its own with eight CPU devices; prints JSON.
 
-    python sharding_worker.py meshes|mapped|switch
+    python sharding_worker.py meshes|mapped|positions|switch
 
 A row says which custom calls and collectives the compiled program holds, and how far its results
 are from those of one device. "meshes": sharded arrays under jit, mesh axes automatic and explicit.
-"mapped": jax.shard_map and jax.pmap, where a device sees its shard alone.
+"mapped": jax.shard_map and jax.pmap, where a device sees its shard alone. "positions": the numbers
+where positions are sharded.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_gn
 
 import calls
+import numerics
 
 N, HEIGHT, WIDTH, CHANNELS, GROUPS = 8, 4, 6, 32, 4
 # Mesh axes of the batch, of the height and of the channels.
@@ -42,7 +44,8 @@ _COLLECTIVE = re.compile(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(
 
 
 def main() -> None:
-    what = {"meshes": meshes, "mapped": mapped, "switch": switch}[sys.argv[1]]
+    modes = {"meshes": meshes, "mapped": mapped, "positions": positions, "switch": switch}
+    what = modes[sys.argv[1]]
     json.dump(what(), sys.stdout)
 
 
@@ -149,8 +152,11 @@ def mapped() -> list[dict]:
     scale, bias = (jnp.asarray(rng.standard_normal(CHANNELS), jnp.float32) for _ in range(2))
     norm = functools.partial(jax_gn.group_norm, num_groups=GROUPS, activation="silu")
 
-    def shard_map(spec, axis_name=None, **options):
-        local = functools.partial(norm, axis_name=axis_name)
+    def shard_map(spec, axis_name=None, mapped=False, implementation=None, **options):
+        local = functools.partial(norm, axis_name=axis_name, implementation=implementation)
+        if mapped:  # each sample by itself
+            one = local
+            local = lambda x, *ps: jax.vmap(lambda x: one(x[None], *ps)[0])(x)  # noqa: E731
         whole = PartitionSpec()
         return jax.shard_map(
             local, mesh=mesh, in_specs=(spec, whole, whole), out_specs=spec, **options
@@ -175,12 +181,23 @@ def mapped() -> list[dict]:
         "shard_map over the batch, other axes automatic": shard_map(batch, axis_names={"data"}),
         "shard_map over positions": shard_map(both, axis_name="space"),
         "shard_map over positions, check_vma=False": shard_map(both, "space", check_vma=False),
+        "shard_map over positions, other axes automatic": shard_map(
+            PartitionSpec(None, "space"), ["space"], axis_names={"space"}, implementation="ffi"
+        ),
+        "shard_map over positions, vmap inside": shard_map(both, "space", mapped=True),
+        "shard_map over positions, the definition": shard_map(both, "space", implementation="xla"),
         "pmap over the batch": pmap_batch,
         "pmap over positions in groups of devices": pmap_positions,
     }
 
     def gradient(function, *arrays):
         return jax.vjp(function, *arrays)[1](dy)
+
+    def texts(way, *arrays):
+        """The kernels and collectives of a forward pass and of a gradient."""
+        functions = way, functools.partial(gradient, way)
+        found = [calls.compiled(function, *arrays).as_text() for function in functions]
+        return [[calls.kernels(text), _COLLECTIVE.findall(text)] for text in found]
 
     def error(got, expected):
         pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
@@ -193,9 +210,60 @@ def mapped() -> list[dict]:
             "way": name,
             "forward": error(way(*arrays), expected[0]),
             "gradient": error(gradient(way, *arrays), expected[1]),
+            "programs": texts(way, *arrays) if "shard_map" in name else [],
         }
         for name, way in ways.items()
     ]
+
+
+def positions() -> dict:
+    """Sharded positions: units off the truth, large means and small ones; the same bits again; and
+    second derivatives against one device's."""
+    mesh = jax.make_mesh((2, 4), ("data", "space"), axis_types=(AxisType.Auto,) * 2)
+    spec = PartitionSpec("data", "space")
+    options = {"num_groups": GROUPS, "activation": "silu"}
+    norm = functools.partial(jax_gn.group_norm, **options)
+    cut = jax.shard_map(
+        functools.partial(norm, axis_name="space"), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+
+    def gradients(function, x, dy):
+        y, pull = jax.vjp(function, x)
+        return {"y": y, "dx": pull(dy)[0]}
+
+    def penalty(function, x):
+        slope = jax.grad(lambda x: jnp.sum(function(x) ** 3))
+        return jax.grad(lambda x: jnp.sum(slope(x) ** 2))(x)
+
+    rows = []
+    for name, dtype, mean in (
+        ("float32", "float32", 0.5),
+        ("float32, mean 1e6", "float32", 1e6),
+        ("bfloat16", "bfloat16", 0.5),
+    ):
+        rng = np.random.default_rng(3)
+        x, dy = (rng.standard_normal((N, 8, 6, CHANNELS)) for _ in range(2))
+        x, dy = jnp.asarray(x + mean, dtype), jnp.asarray(dy, dtype)
+        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a in (x, dy)]
+        truth = numerics.expected(x, dy=dy, **options)
+        units = {}
+        for way, function, arrays in (
+            ("one device", norm, (x, dy)),
+            ("sharded", norm, placed),
+            ("axis_name", cut, placed),
+        ):
+            run = jax.jit(functools.partial(gradients, function))
+            first, second = run(*arrays), run(*arrays)
+            jax.tree.map(numerics.assert_same_bits, first, second)
+            units[way] = {key: numerics.worst(value, truth[key]) for key, value in first.items()}
+        rows.append({"case": name, "units": units})
+    x = x.astype("float32")
+    one, *others = (
+        np.asarray(jax.jit(functools.partial(penalty, function))(value))
+        for function, value in ((norm, x), (norm, placed[0].astype("float32")), (cut, x))
+    )
+    differences = [float(np.abs(other - one).max() / np.abs(one).max()) for other in others]
+    return {"rows": rows, "second order": differences}
 
 
 def compare(function, sharded, single) -> dict:

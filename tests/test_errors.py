@@ -67,6 +67,11 @@ REFUSED = {
     "activation list": ({"activation": ["silu"]}, ValueError, ["'silu'", "['silu']"]),
     "implementation": ({"implementation": "cuda"}, ValueError, ['"ffi", "xla"', "'cuda'"]),
     "implementation ()": ({"implementation": ()}, ValueError, ['"ffi", "xla"', "()"]),
+    "axis_name of no device": (
+        {"axis_name": "i", "implementation": "ffi"},
+        NotImplementedError,
+        ["axis_name of devices", "'i'", 'implementation="xla"'],
+    ),
     "implementation 1": ({"implementation": 1}, ValueError, ['"ffi", "xla"', "1"]),
     "implementation in sequence": (
         {"implementation": ("torch", "xla")},

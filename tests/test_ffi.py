@@ -8,7 +8,7 @@ import pytest
 from jax_gn import _ffi
 
 import numerics
-from calls import BACKWARD, FORWARD
+from calls import BACKWARD, CHANNEL_SUMS, FORWARD, MOMENTS
 
 N, SPATIAL, C, G = 2, 15, 12, 3
 X = (N, 3, 5, C)
@@ -47,7 +47,21 @@ SIGNATURES = {
         },
         ATTRIBUTES,
     ),
+    "moments": (
+        {"x": _of(X)},
+        {name: _of((N, G)) for name in ("mean", "mean_low", "variance")}
+        | {"workspace": _of((WORKSPACE,), "uint8")},
+        {"layout": "channels_last", "family": "auto"},
+    ),
+    "channel_sums": (
+        {"dy": _of(X), "x": _of(X), "scale": _of((C,)), "bias": _of((C,))}
+        | {"mean": _of((N, G)), "rstd": _of((N, G))},
+        {"dz": _of((N, C)), "dz_xhat": _of((N, C)), "workspace": _of((WORKSPACE,), "uint8")},
+        ATTRIBUTES,
+    ),
 }
+NAMES = {"forward": FORWARD, "backward": BACKWARD}
+NAMES |= {"moments": MOMENTS, "channel_sums": CHANNEL_SUMS}
 
 
 def _call(target, changes):
@@ -60,7 +74,7 @@ def _call(target, changes):
     rng = np.random.default_rng(0)
     values = [jnp.asarray(1 + rng.random(v.shape), v.dtype) for v in operands.values()]
     attributes = {name: value for name, value in attributes.items() if value is not None}
-    call = jax.ffi.ffi_call({"forward": FORWARD, "backward": BACKWARD}[target], [*results.values()])
+    call = jax.ffi.ffi_call(NAMES[target], [*results.values()])
     return values, jax.block_until_ready(jax.jit(lambda *a: call(*a, **attributes))(*values))
 
 
@@ -71,6 +85,12 @@ def test_the_right_call_works():
     numerics.assert_definition(results, want, SPATIAL * C)
     _, (dx, _, dbias, _) = _call("backward", {})
     assert dx.shape == X and np.asarray(dbias).all()
+    (x,), (mean, low, variance, _) = _call("moments", {})
+    truth = numerics.expected(x, num_groups=G)
+    numerics.assert_definition({"mean": mean}, {"mean": truth["mean"]}, SPATIAL * C)
+    assert np.asarray(variance).all() and np.abs(low).max() < np.abs(mean).min()
+    (dy, *_), (dz, _, _) = _call("channel_sums", {})
+    numerics.assert_agree(dz, np.asarray(dy).reshape(N, SPATIAL, C).sum(1), length=SPATIAL)
 
 
 # (target, what is changed, the texts of the error)
@@ -133,6 +153,28 @@ WRONG = [
         {"family": "three_stage", "workspace": _of((0,), "uint8")},
         ["needed 48", "got 0"],
     ),
+    ("moments", {"x": _of((C,))}, ["x must have rank 2 to 8", "[12]"]),
+    ("moments", {"x": _of(X, "int32")}, ["x must be float32, float16"]),
+    ("moments", {"mean": _of((N, 1, G))}, ["mean must be [2, groups]", "[2, 1, 3]"]),
+    ("moments", {"mean": _of((N, 5))}, ["mean_low must be [2, 5] in float32", "[2, 3]"]),
+    ("moments", {"mean_low": _of((N, C))}, ["mean_low must be [2, 3] in float32", "[2, 12]"]),
+    ("moments", {"variance": _of((N, G), "bfloat16")}, ["variance must be [2, 3] in float32"]),
+    (
+        "moments",
+        {name: _of((N, 5)) for name in ("mean", "mean_low", "variance")},
+        ["divide", "5 groups", "12 channels"],
+    ),
+    ("moments", {"layout": "NHWC"}, ["layout is 'NHWC'", "'channels_last' 'channels_first'"]),
+    ("moments", {"family": "fast"}, ["family is 'fast'", "'three_stage'"]),
+    ("channel_sums", {"dy": _of((N, 5, 3, C))}, ["dy must have x's shape [2, 3, 5, 12]"]),
+    ("channel_sums", {"dy": _of(X, "float16")}, ["dy must have x's shape", "type"]),
+    ("channel_sums", {"rstd": _of((N, 4))}, ["rstd must be [2, 3] in float32", "[2, 4]"]),
+    ("channel_sums", {"scale": _of((11,))}, ["scale must be [0], [12] or [2, 12]", "[11]"]),
+    ("channel_sums", {"bias": _of((C, N))}, ["bias must be [0], [12] or [2, 12]", "[12, 2]"]),
+    ("channel_sums", {"dz": _of((C,))}, ["dz must be [2, 12] in float32", "[12]"]),
+    ("channel_sums", {"dz_xhat": _of((N, G))}, ["dz_xhat must be [2, 12] in float32", "[2, 3]"]),
+    ("channel_sums", {"dz": _of((N, C), "bfloat16")}, ["dz must be [2, 12] in float32"]),
+    ("channel_sums", {"activation": "elu"}, ["activation is 'elu'", "'silu'", "'leaky_relu'"]),
 ]
 
 
@@ -146,7 +188,7 @@ def test_wrong_calls(target, changes, texts):
     assert ".h:" in message or ".cc:" in message  # where it was found
 
 
-@pytest.mark.parametrize("target", ["forward", "backward"])
+@pytest.mark.parametrize("target", SIGNATURES)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -160,7 +202,7 @@ def test_wrong_calls(target, changes, texts):
 )
 def test_missing_or_mistyped_attributes(target, changes):
     """XLA itself refuses, whatever the handler would do."""
-    if target == "backward" and "epsilon" in changes:
+    if not changes.keys() <= SIGNATURES[target][2].keys():
         changes = {"layout": np.float64(0)}
     with pytest.raises(jax.errors.JaxRuntimeError, match="decod|Wrong number of attributes"):
         _call(target, changes)
@@ -198,4 +240,4 @@ def test_a_refused_call_leaves_the_process_usable():
 
 def test_target_names_carry_a_version():
     """The persistent compilation cache does not see the shared object."""
-    assert FORWARD.endswith(f".v{_ffi._VERSION}") and BACKWARD.endswith(f".v{_ffi._VERSION}")
+    assert all(name.endswith(f".v{_ffi._VERSION}") for name in _ffi.TARGETS.values())

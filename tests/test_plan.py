@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jax_gn
-from jax_gn import _ffi, _reference
-from jax_gn._problem import problem_of
+from jax_gn import _ffi, _plan, _reference
+from jax_gn._problem import make_problem, problem_of
 
 import calls
 import numerics
@@ -162,6 +162,48 @@ def test_cuda_plans_of_any_device(case, layout, op):
             assert plan.arch == f"sm_{device.capability}"
             assert len(plan.kernels) == len(plan.grid) >= 1
             assert all(1 <= grid < 2**31 for grid in plan.grid)
+
+
+@pytest.mark.parametrize("layout", problems.LAYOUTS)
+@pytest.mark.parametrize("kind", [_plan.MomentsPlan, _plan.ChannelSumsPlan])
+@pytest.mark.parametrize("case", [*problems.NAMED, *problems.CORNERS], ids=lambda case: case.name)
+def test_plans_of_sums(case, kind, layout):
+    """Each tensor once, a workspace that neither device nor parameters change."""
+    case = dataclasses.replace(case, layout=layout, dtype="bfloat16")
+    axis = case.options["channel_axis"]
+    forms = [(None, None), ((case.shape[-1],),) * 2, ((case.shape[0], case.shape[-1]), None)]
+    for platform, families in (("cpu", ("blocked",)), ("cuda", ("streaming",))):
+        for preference in (None, *families, "three_stage"):
+            plans = [
+                _plan.make_plan(
+                    kind,
+                    make_problem(
+                        case.full_shape,
+                        case.dtype,
+                        num_groups=case.groups,
+                        channel_axis=axis,
+                        scale_shape=scale,
+                        bias_shape=bias,
+                    ),
+                    platform,
+                    device,
+                    preference,
+                )
+                for device in DEVICES
+                for scale, bias in forms
+            ]
+            assert len({plan.workspace_bytes for plan in plans}) == 1
+            assert {plan.family for plan in plans} == {preference or families[0]}
+            assert all(1 <= grid < 2**31 for plan in plans for grid in plan.grid)
+            tensors = {"forward": 1, "backward": 2}[kind.op]
+            bytes_of_x = 2 * math.prod(case.shape)
+            assert plans[0].bytes_compulsory == tensors * bytes_of_x
+            if preference != "three_stage":
+                assert plans[0].bytes_moved == plans[0].bytes_compulsory
+            assert "sums only" in str(plans[0])
+    resident = "family 'resident' has no"
+    with pytest.raises(NotImplementedError, match=resident):
+        _plan.make_plan(kind, plans[0].problem, "cuda", None, "resident")
 
 
 @pytest.mark.parametrize("layout", problems.LAYOUTS)

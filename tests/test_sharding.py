@@ -14,7 +14,7 @@ import pytest
 
 import numerics
 import sharding_worker
-from calls import BACKWARD, FORWARD
+from calls import BACKWARD, CHANNEL_SUMS, FORWARD, MOMENTS
 
 ROWS = list(sharding_worker.LAYOUTS)
 WORKER = pathlib.Path(sharding_worker.__file__)
@@ -50,12 +50,12 @@ def mesh(request) -> str:
 
 @pytest.mark.parametrize("layout", ROWS)
 def test_every_device_runs_the_kernels_and_numbers_are_those_of_one(layout, mesh):
-    """The kernels: but where positions are sharded, which the definition serves."""
-    positions = "space" in layout
+    """Of the sums alone where positions are sharded."""
+    forward, backward = (MOMENTS, CHANNEL_SUMS) if "space" in layout else (FORWARD, BACKWARD)
     for row in of_layout(layout, mesh):
         dtype = row["case"][-2]
-        assert row["forward"]["kernels"] == ([] if positions else [FORWARD]), row
-        assert row["gradient"]["kernels"] == ([] if positions else [FORWARD, BACKWARD]), row
+        assert row["forward"]["kernels"] == [forward], row
+        assert row["gradient"]["kernels"] == [forward, backward], row
         for direction in ("forward", "gradient"):
             numerics.assert_relative(row[direction]["error"], dtype)
 
@@ -89,12 +89,38 @@ def test_positions_take_one_all_reduce_forward_and_up_to_three_with_the_gradient
 
 
 def test_mapped_axes():
-    """shard_map and pmap, over the batch by the kernels and over positions with axis_name."""
+    """shard_map and pmap, over the batch and, with axis_name, over positions."""
     rows = worker("mapped")
-    assert len(rows) == 7
+    assert len(rows) == 10
     for row in rows:
         numerics.assert_relative(row["forward"], "float32")
         numerics.assert_relative(row["gradient"], "float32")
+
+
+def test_axis_name_takes_the_kernels_sums():
+    """One all-reduce a pass, and JAX's own for the gradients of replicated parameters."""
+    rows = [row for row in worker("mapped") if row["way"].startswith("shard_map over positions")]
+    assert len(rows) == 5
+    for row in rows:
+        defined = "the definition" in row["way"]
+        (forward, forward_moves), (gradient, gradient_moves) = row["programs"]
+        assert forward == ([] if defined else [MOMENTS]), row
+        assert gradient == ([] if defined else [MOMENTS, CHANNEL_SUMS]), row
+        assert forward_moves == ["all-reduce"], row
+        assert set(gradient_moves) == {"all-reduce"} and len(gradient_moves) <= 3, row
+
+
+def test_numbers_of_sharded_positions():
+    """As right as one device's, also where the mean is 10^6 times the deviation; second order."""
+    found = worker("positions")
+    for row in found["rows"]:
+        one = row["units"].pop("one device")
+        for way, units in row["units"].items():
+            for name, value in units.items():
+                allowed = numerics.RATIO * one[name] + numerics.SLACK
+                assert value <= allowed, (row["case"], way, name, value, allowed)
+    for difference in found["second order"]:
+        assert difference <= numerics.SECOND_ORDER, found["second order"]
 
 
 def test_switch_of_the_partitioning_rule():

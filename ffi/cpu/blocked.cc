@@ -5,6 +5,7 @@
 // share one. Otherwise the tile is cut in blocks, and the tasks of a tile follow one another
 // (tasks.h): the apply tasks find it in the shared cache if that holds it, else x (and dy) are read
 // from memory twice.
+// With sums_only the statistics (sums) are all of the work, and results are written by the merge.
 //
 // Workspace, in doubles, only as far as needed:
 //   forward, cut tiles:   Moments [N][tile][block][group], Affine [N][G]
@@ -60,6 +61,10 @@ class Forward : private Pass<ForwardArgs> {
     const Block block = cut_.WholeTile(n, tile_index);
     const Tile tile = cut_.TileOf(block);
     loops_.moments(In(args_.x, block), tile, scratch, scratch.moments);
+    if (problem_.sums_only) {
+      StoreMoments(problem_, args_, FirstGroup(block), tile.groups(), scratch.moments);
+      return;
+    }
     for (int64_t g = 0; g < tile.groups(); ++g) {
       scratch.affine[g] = AffineOf(scratch.moments[g], problem_.group_elements(), args_.epsilon);
     }
@@ -83,6 +88,10 @@ class Forward : private Pass<ForwardArgs> {
         Partials(whole), plan_.blocks, groups,
         [&](int64_t i) { return cut_.ElementsPerGroup(cut_.Piece(n, tile_index, i)); },
         scratch.moments);
+    if (problem_.sums_only) {
+      StoreMoments(problem_, args_, FirstGroup(whole), groups, scratch.moments);
+      return;
+    }
     Affine* affine = affine_ + FirstGroup(whole);
     for (int64_t g = 0; g < groups; ++g) {
       affine[g] = AffineOf(scratch.moments[g], problem_.group_elements(), args_.epsilon);
@@ -167,6 +176,7 @@ class Backward : private Pass<BackwardArgs> {
       loops_.gradient_sums(In(args_.dy, block), In(args_.x, block), tile, scratch);
       loops_.finish_sums(tile, affine, problem_.group_elements(), scratch, scratch.gradient);
       Contribute(range, block, n == first, scratch);
+      if (problem_.sums_only) continue;
       loops_.gradient_coefficients(tile, scratch.gradient, scratch);
       loops_.gradient_apply(In(args_.dy, block), In(args_.x, block), In(args_.dx, block), tile,
                             scratch);
@@ -232,8 +242,9 @@ class Backward : private Pass<BackwardArgs> {
         for (int64_t c = 0; c < block.channels; ++c) to[c] += sums[c];
       }
     };
-    contribute(problem_.bias, problem_.bias_dtype, args_.dbias, scratch.first, 0);
-    contribute(problem_.scale, problem_.scale_dtype, args_.dscale, scratch.second, channels());
+    contribute(problem_.dbias(), problem_.dbias_dtype(), args_.dbias, scratch.first, 0);
+    contribute(problem_.dscale(), problem_.dscale_dtype(), args_.dscale, scratch.second,
+               channels());
   }
 
   void SumOverSamples() {
@@ -252,8 +263,8 @@ class Backward : private Pass<BackwardArgs> {
         StoreNumbers(dtype, result, first, totals, count);
       });
     };
-    sum(problem_.bias, problem_.bias_dtype, args_.dbias, 0);
-    sum(problem_.scale, problem_.scale_dtype, args_.dscale, channels());
+    sum(problem_.dbias(), problem_.dbias_dtype(), args_.dbias, 0);
+    sum(problem_.dscale(), problem_.dscale_dtype(), args_.dscale, channels());
   }
 
   const int64_t parts_;

@@ -120,11 +120,25 @@ inline void StoreAffine(const Problem& problem, const ForwardArgs& args, int64_t
   }
 }
 
+// With sums_only: mean, what its rounding left, variance.
+inline void StoreMoments(const Problem& problem, const ForwardArgs& args, int64_t first,
+                         int64_t groups, const Moments* moments) {
+  const DType dtype = problem.accumulator();
+  for (int64_t g = 0; g < groups; ++g) {
+    const double m2 = moments[g].m2 < 0 ? 0 : moments[g].m2;  // NaN stays
+    const double variance = m2 / static_cast<double>(problem.group_elements());
+    StoreNumbers(dtype, args.mean, first + g, &moments[g].mean, 1);
+    const double low = moments[g].mean - LoadNumber(dtype, args.mean, first + g);
+    StoreNumbers(dtype, args.mean_low, first + g, &low, 1);
+    StoreNumbers(dtype, args.variance, first + g, &variance, 1);
+  }
+}
+
 // A group of one element is its own mean, and dx = 0: rstd = 0 says so exactly, where the terms of
 // dx would only cancel up to rounding.
 inline void LoadAffine(const Problem& problem, const BackwardArgs& args, int64_t first,
                        int64_t groups, Affine* affine) {
-  const bool lone = problem.group_elements() == 1;
+  const bool lone = problem.group_elements() == 1 && !problem.sums_only;
   const auto load = [&](auto* mean, auto* rstd) {
     for (int64_t g = 0; g < groups; ++g) {
       affine[g] = {mean[first + g], lone ? 0 : rstd[first + g]};

@@ -43,16 +43,17 @@ class Progress {
 };
 
 // Runs statistics(n, tile, block, worker), merge(n, tile, worker) and apply(n, tile, block, worker)
-// over all cut tiles, in the order that the comment on top states.
+// over all cut tiles, in the order that the comment on top states; with sums_only without apply.
 template <typename Statistics, typename Merge, typename Apply>
 Status RunCutTiles(const Problem& problem, const Plan& plan, int workers, Executor& executor,
                    Statistics statistics, Merge merge, Apply apply) {
   const int64_t tiles = plan.tiles(problem), blocks = plan.blocks;
   Progress progress(problem.n * tiles);
   if (!progress.ok()) return ScratchPool::Exhausted();
-  ParallelFor(executor, workers, problem.n * tiles * 2 * blocks, [&](int64_t task, int worker) {
-    const int64_t unit = task / (2 * blocks), n = unit / tiles, tile = unit % tiles;
-    const int64_t step = task % (2 * blocks);
+  const int64_t steps = problem.sums_only ? blocks : 2 * blocks;
+  ParallelFor(executor, workers, problem.n * tiles * steps, [&](int64_t task, int worker) {
+    const int64_t unit = task / steps, n = unit / tiles, tile = unit % tiles;
+    const int64_t step = task % steps;
     if (step < blocks) {
       statistics(n, tile, step, worker);
       if (!progress.Finish(unit, blocks)) return;

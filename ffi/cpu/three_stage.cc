@@ -4,7 +4,8 @@
 // workspace. Backward: stage 1 reads dy and x for the two sums of a group, kept as the slope and
 // shift that they give dx: 2 * N * G numbers, all of the workspace; stage 2 reads them again and
 // writes dx; stage 3 reads them once more for dscale and dbias, a task per group going over the
-// samples in order. Within a task the blocks of its group follow one another, so that nothing
+// samples in order. With sums_only the first reading is all, a task per sample and group. Within a
+// task the blocks of its group follow one another, so that nothing
 // depends on the number of threads.
 #include <memory>
 #include <new>
@@ -31,6 +32,12 @@ class Backward : private Pass<BackwardArgs> {
   Status Run() {
     if (!scratch_.ok() || !totals_.ok()) return ScratchPool::Exhausted();
     const int64_t groups = problem_.groups;
+    if (problem_.sums_only) {
+      ParallelFor(executor_, workers_, problem_.n * groups, [&](int64_t task, int worker) {
+        ChannelSums(task % groups, task / groups, task / groups + 1, worker);
+      });
+      return Status();
+    }
     ParallelFor(executor_, workers_, problem_.n * groups,
                 [&](int64_t task, int worker) { GroupSums(task / groups, task % groups, worker); });
     ParallelFor(executor_, workers_, problem_.n * groups, [&](int64_t task, int worker) {
@@ -38,7 +45,7 @@ class Backward : private Pass<BackwardArgs> {
     });
     if (args_.dscale != nullptr || args_.dbias != nullptr) {
       ParallelFor(executor_, std::min<int64_t>(workers_, groups), groups,
-                  [&](int64_t group, int worker) { ChannelSums(group, worker); });
+                  [&](int64_t group, int worker) { ChannelSums(group, 0, problem_.n, worker); });
     }
     return Status();
   }
@@ -94,7 +101,8 @@ class Backward : private Pass<BackwardArgs> {
     }
   }
 
-  void ChannelSums(int64_t group, int worker) {
+  // Of a group's channels, over the samples first .. end - 1.
+  void ChannelSums(int64_t group, int64_t first, int64_t end, int worker) {
     const Scratch totals = totals_[worker];
     const int64_t size = problem_.group_size(), channel = group * size;
     // The place of the moments, two doubles a channel, which a backward pass does not need.
@@ -106,10 +114,10 @@ class Backward : private Pass<BackwardArgs> {
       if (out != nullptr && param == stored) StoreNumbers(dtype, out, first, sums, size);
     };
     const auto store_both = [&](Param stored, int64_t first, const double* a, const double* b) {
-      store(problem_.bias, stored, problem_.bias_dtype, args_.dbias, first, a);
-      store(problem_.scale, stored, problem_.scale_dtype, args_.dscale, first, b);
+      store(problem_.dbias(), stored, problem_.dbias_dtype(), args_.dbias, first, a);
+      store(problem_.dscale(), stored, problem_.dscale_dtype(), args_.dscale, first, b);
     };
-    for (int64_t n = 0; n < problem_.n; ++n) {
+    for (int64_t n = first; n < end; ++n) {
       TileSums(n, group, scratch_[worker], totals);
       store_both(Param::kPerSample, n * problem_.channels + channel, totals.first, totals.second);
       for (int64_t c = 0; c < size; ++c) dbias[c] += totals.first[c];
@@ -145,6 +153,10 @@ Status ThreeStageForward(const Problem& problem, const Plan& plan, const Forward
     MergeMoments(
         scratch.moments, plan.blocks, 1, [&](int64_t i) { return cut.ElementsPerGroup(piece(i)); },
         &moments);
+    if (problem.sums_only) {
+      StoreMoments(problem, args, task, 1, &moments);
+      return;
+    }
     const Affine affine = AffineOf(moments, problem.group_elements(), args.epsilon);
     StoreAffine(problem, args, task, 1, &affine);
     for (int64_t i = 0; i < plan.blocks; ++i) {

@@ -176,9 +176,9 @@ Status LaunchParameterSums(const Problem& problem, const Stage& stage, const Bac
                            Param form, int64_t rows, const Pair<T>* channel_rows,
                            cudaStream_t stream) {
   ParameterSumsKernel<T><<<Grid(stage), stage.threads, 0, stream>>>(
-      CutParameters(problem, form, rows), problem.channels, channel_rows, problem.bias_dtype,
-      problem.bias == form ? args.dbias : nullptr, problem.scale_dtype,
-      problem.scale == form ? args.dscale : nullptr);
+      CutParameters(problem, form, rows), problem.channels, channel_rows, problem.dbias_dtype(),
+      problem.dbias() == form ? args.dbias : nullptr, problem.dscale_dtype(),
+      problem.dscale() == form ? args.dscale : nullptr);
   return JAX_GN_LAUNCHED("ParameterSumsKernel");
 }
 

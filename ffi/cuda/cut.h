@@ -125,7 +125,9 @@ inline RowCut CutRowsIn(const Problem& problem, int64_t pack) {
   cut.tile_groups = static_cast<int>(std::min(cut.groups, CeilDiv(width, cut.group_size) + edges));
   cut.lanes = std::min(32, PowerOfTwoBelow(kThreads / (cut.batch * cut.tile_groups)));
   const int64_t group_packs = cut.group_size / pack;
-  const bool warp_groups = problem.spatial == 1 && cut.group_size % pack == 0 &&
+  // features.cu does all of a pass at once.
+  const bool warp_groups = !problem.sums_only && problem.spatial == 1 &&
+                           cut.group_size % pack == 0 &&
                            group_packs == PowerOfTwoBelow(group_packs) && group_packs <= 32 &&
                            cut.tile_packs % group_packs == 0;
   cut.warp_lanes = warp_groups ? static_cast<int>(group_packs) : 0;
@@ -178,11 +180,11 @@ inline bool GroupsAreRuns(const Problem& problem) {
 }
 
 inline bool HasPerSample(const Problem& problem) {
-  return problem.scale == Param::kPerSample || problem.bias == Param::kPerSample;
+  return problem.dscale() == Param::kPerSample || problem.dbias() == Param::kPerSample;
 }
 
 inline bool HasParam(const Problem& problem) {
-  return problem.scale != Param::kAbsent || problem.bias != Param::kAbsent;
+  return problem.dscale() != Param::kAbsent || problem.dbias() != Param::kAbsent;
 }
 
 // Mean and sum of squared deviations of some elements.
@@ -221,9 +223,14 @@ inline Workspace LayOut(const Problem& problem) {
     space.bytes = space.group_sums;
     return space;
   }
+  if (problem.sums_only && !forward) {  // of the channels alone
+    space.bytes = space.group_sums;
+    return space;
+  }
   space.results =
       space.group_sums + AlignUp(parts * (forward ? sizeof(Moments) : 2 * size), kPackBytes);
-  space.bytes = space.results + problem.n * problem.groups * size * (forward ? 1 : 2);
+  space.bytes = space.results;
+  if (!problem.sums_only) space.bytes += problem.n * problem.groups * size * (forward ? 1 : 2);
   return space;
 }
 

@@ -28,6 +28,12 @@ Status Zero(void* to, int64_t bytes, cudaStream_t stream) {
 Status LaunchEmptyForward(const Problem& problem, const ForwardArgs& args, cudaStream_t stream) {
   const int64_t count = problem.n * problem.groups;
   if (count == 0) return Status();
+  if (problem.sums_only) {
+    for (void* sums : {args.mean, args.mean_low, args.variance}) {
+      JAX_GN_TRY(Zero(sums, count * SizeOf(problem.accumulator()), stream));
+    }
+    return Status();
+  }
   return VisitElement(problem.accumulator(), [&](auto element) {
     using T = Accumulator<decltype(element)>;
     FillKernel<T><<<static_cast<unsigned>(CeilDiv(count, kThreads)), kThreads, 0, stream>>>(
@@ -38,9 +44,10 @@ Status LaunchEmptyForward(const Problem& problem, const ForwardArgs& args, cudaS
 }
 
 Status LaunchEmptyBackward(const Problem& problem, const BackwardArgs& args, cudaStream_t stream) {
-  JAX_GN_TRY(Zero(args.dscale, ParamElements(problem, problem.scale) * SizeOf(problem.scale_dtype),
+  JAX_GN_TRY(Zero(args.dscale,
+                  ParamElements(problem, problem.dscale()) * SizeOf(problem.dscale_dtype()),
                   stream));
-  return Zero(args.dbias, ParamElements(problem, problem.bias) * SizeOf(problem.bias_dtype),
+  return Zero(args.dbias, ParamElements(problem, problem.dbias()) * SizeOf(problem.dbias_dtype()),
               stream);
 }
 

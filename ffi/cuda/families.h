@@ -25,7 +25,7 @@ Status LaunchResidentBackward(const Problem& problem, const Plan& plan, const Ba
                               cudaStream_t stream);
 
 // The results of nothing, where N or the spatial size is 0: mean = 0, rstd = 1/sqrt(epsilon),
-// dscale = dbias = 0.
+// dscale = dbias = 0; sums_only: everything 0.
 Status LaunchEmptyForward(const Problem& problem, const ForwardArgs& args, cudaStream_t stream);
 Status LaunchEmptyBackward(const Problem& problem, const BackwardArgs& args, cudaStream_t stream);
 

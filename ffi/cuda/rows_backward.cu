@@ -79,8 +79,8 @@ __device__ __forceinline__ void ReadSums(const RowCut& cut, const RowBlock& bloc
 // What becomes of the groups' sums.
 template <typename T>
 struct GroupSums {
-  Pair<T>* parts;  // nullptr: each group is whole
-  Pair<T>* means;
+  Pair<T>* parts;   // nullptr: each group is whole
+  Pair<T>* means;   // nullptr: nobody wants any
   double elements;  // of a group
 
   __device__ __forceinline__ void Store(int64_t place, int64_t group, Pair<double> sum) const {
@@ -112,13 +112,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks<E>)
     const bool active = thread.channels > 0 && n < block.end_sample;
     if (active) ReadSums(cut, block, thread, n, in, per_sample, exchange, channel_sums);
     __syncthreads();
-    ForUnits(cut, block, first, [&](const RowUnit& unit) {
-      const Pair<double> sum =
-          SumRectangle(cut, exchange, unit.slot * cut.sample_rows, cut.sample_rows,
-                       unit.first_column, unit.columns, cut.lanes);
-      if (unit.columns == 0 || threadIdx.x % cut.lanes != 0) return;
-      groups.Store(unit.place, unit.n * cut.groups + unit.group, sum);
-    });
+    if (groups.means != nullptr) {
+      ForUnits(cut, block, first, [&](const RowUnit& unit) {
+        const Pair<double> sum =
+            SumRectangle(cut, exchange, unit.slot * cut.sample_rows, cut.sample_rows,
+                         unit.first_column, unit.columns, cut.lanes);
+        if (unit.columns == 0 || threadIdx.x % cut.lanes != 0) return;
+        groups.Store(unit.place, unit.n * cut.groups + unit.group, sum);
+      });
+    }
     if (channel_rows != nullptr && per_sample) {
       WriteChannels(cut, block, first, per_sample, channel_sums, channel_rows);
     }

@@ -1,7 +1,7 @@
 // The family "streaming": a reading pass that leaves partial sums in fixed places of the workspace,
 // a small combining step, a writing pass; the stages follow one another on the stream as the plan
-// lists them. The kernels are in rows_*.cu (channels last), runs_*.cu (channels first), features.cu
-// (no spatial axis: all passes in one), combine.cu.
+// lists them; with sums_only the first two steps are all. The kernels are in rows_*.cu (channels
+// last), runs_*.cu (channels first), features.cu (no spatial axis: all passes in one), combine.cu.
 #include "families.h"
 #include "streaming.h"
 
@@ -29,6 +29,7 @@ Status Forward(const Problem& problem, const Plan& plan, const ForwardArgs& args
     JAX_GN_TRY(LaunchRowMoments<E>(problem, cut, *stage++, args, space, stream));
     if (!cut.whole_groups()) JAX_GN_TRY(combine());
   }
+  if (problem.sums_only) return Status();
   if (LayoutOf(problem) == Layout::kChannelsLast) {
     return LaunchRowApply<E>(problem, CutRows(problem), *stage++, args, space, stream);
   }
@@ -51,17 +52,21 @@ Status Backward(const Problem& problem, const Plan& plan, const BackwardArgs& ar
       JAX_GN_TRY(LaunchFeatureBackward<E>(problem, cut, *stage++, args, space, stream));
     } else {
       JAX_GN_TRY(LaunchRowSums<E>(problem, cut, *stage++, args, space, stream));
-      if (!cut.whole_groups()) JAX_GN_TRY(combine());
-      JAX_GN_TRY(LaunchRowGradient<E>(problem, cut, *stage++, args, space, stream));
+      if (!problem.sums_only) {
+        if (!cut.whole_groups()) JAX_GN_TRY(combine());
+        JAX_GN_TRY(LaunchRowGradient<E>(problem, cut, *stage++, args, space, stream));
+      }
     }
   } else {
     const RunCut cut = CutRuns(problem, problem.channels);
     JAX_GN_TRY(LaunchRunSums<E>(problem, cut, *stage++, args, space, stream));
-    JAX_GN_TRY(combine());
-    JAX_GN_TRY(LaunchRunGradient<E>(problem, cut, *stage++, args, space, stream));
+    if (!problem.sums_only) {
+      JAX_GN_TRY(combine());
+      JAX_GN_TRY(LaunchRunGradient<E>(problem, cut, *stage++, args, space, stream));
+    }
   }
   for (const Param form : {Param::kPerChannel, Param::kPerSample}) {
-    if (problem.scale != form && problem.bias != form) continue;
+    if (problem.dscale() != form && problem.dbias() != form) continue;
     JAX_GN_TRY(LaunchParameterSums<Accumulator<E>>(
         problem, *stage++, args, form, LayOut(problem).channel_rows, space.channel_rows, stream));
   }

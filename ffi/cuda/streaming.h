@@ -17,8 +17,10 @@ struct ForwardSpace {
     const Workspace layout = LayOut(problem);
     char* const base = static_cast<char*>(args.workspace);
     parts = reinterpret_cast<Moments*>(base + layout.group_sums);
-    statistics = {static_cast<T*>(args.mean), static_cast<T*>(args.rstd),
-                  reinterpret_cast<T*>(base + layout.results), args.epsilon};
+    T* const mean_low = problem.sums_only ? static_cast<T*>(args.mean_low)
+                                          : reinterpret_cast<T*>(base + layout.results);
+    statistics = {static_cast<T*>(args.mean), static_cast<T*>(args.rstd), mean_low, args.epsilon,
+                  static_cast<T*>(args.variance)};
   }
 };
 
@@ -27,14 +29,14 @@ struct BackwardSpace {
   using Sums = Pair<Accumulator<E>>;
   Sums* channel_rows;  // [rows, C]: of dz and dz * xhat; channels first a row per (n, piece)
   Sums* parts;         // [N, pieces, places]: scaled, of groups; channels last only
-  Sums* means;         // [N, G]: of the whole groups
+  Sums* means;         // [N, G]: of the whole groups; nullptr: only the channels' are wanted
 
   BackwardSpace(const Problem& problem, const BackwardArgs& args) {
     const Workspace layout = LayOut(problem);
     char* const base = static_cast<char*>(args.workspace);
     channel_rows = reinterpret_cast<Sums*>(base);
     parts = reinterpret_cast<Sums*>(base + layout.group_sums);
-    means = reinterpret_cast<Sums*>(base + layout.results);
+    means = problem.sums_only ? nullptr : reinterpret_cast<Sums*>(base + layout.results);
   }
 };
 

@@ -115,14 +115,14 @@ __device__ __forceinline__ Pair<T> WarpSum(Pair<T> pair, int lanes = 32) {
 // Results of a group: mean and rstd, and what the saved mean lacks, which only y still needs.
 template <typename T>
 struct GroupResult {
-  T mean, mean_low, rstd;
+  T mean, mean_low, variance, rstd;
 
   __device__ __forceinline__ GroupResult(double exact_mean, double m2, int64_t count,
                                          double epsilon) {
     mean = static_cast<T>(exact_mean);
     mean_low = static_cast<T>(exact_mean - static_cast<double>(mean));
     // In the accumulator's range, as the definition has it: x of 1e30 gives infinity and rstd 0.
-    const T variance = static_cast<T>(m2 / static_cast<double>(count));
+    variance = static_cast<T>(m2 / static_cast<double>(count));
     rstd = static_cast<T>(1 / sqrt(static_cast<double>(variance) + epsilon));
   }
 };
@@ -131,14 +131,19 @@ struct GroupResult {
 template <typename T>
 struct Statistics {
   T* mean;      // [N, G]
-  T* rstd;      // [N, G]
-  T* mean_low;  // [N, G]
+  T* rstd;      // [N, G]; nullptr: the variance is wanted instead
+  T* mean_low;  // [N, G]; nullptr: nobody needs it
   double epsilon;
+  T* variance;  // [N, G]
 
   __device__ __forceinline__ void Store(int64_t group, const GroupResult<T>& result) const {
     mean[group] = result.mean;
-    rstd[group] = result.rstd;
-    mean_low[group] = result.mean_low;
+    if (rstd != nullptr) {
+      rstd[group] = result.rstd;
+    } else {
+      variance[group] = result.variance;
+    }
+    if (mean_low != nullptr) mean_low[group] = result.mean_low;
   }
 };
 

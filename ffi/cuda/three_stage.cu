@@ -77,8 +77,7 @@ struct Group {
 template <typename E>
 __global__ void __launch_bounds__(kThreads)
     GroupStatisticsApplyKernel(Sizes sizes, const E* x, Parameter scale, Parameter bias,
-                               double epsilon, Activation activation, E* y, Accumulator<E>* mean,
-                               Accumulator<E>* rstd) {
+                               Activation activation, Statistics<Accumulator<E>> results, E* y) {
   using T = Accumulator<E>;
   const Group group(sizes);
   const double count = static_cast<double>(group.elements);
@@ -90,11 +89,9 @@ __global__ void __launch_bounds__(kThreads)
     const double deviation = ToNumber(x[at]) - exact_mean;
     m2 += deviation * deviation;
   });
-  const GroupResult<T> result(exact_mean, LaneSum(m2, kThreads), group.elements, epsilon);
-  if (threadIdx.x == 0) {
-    mean[group.index] = result.mean;
-    rstd[group.index] = result.rstd;
-  }
+  const GroupResult<T> result(exact_mean, LaneSum(m2, kThreads), group.elements, results.epsilon);
+  if (threadIdx.x == 0) results.Store(group.index, result);
+  if (y == nullptr) return;
   group.ForElements([&](int64_t at, int64_t channel) {
     const T slope = result.rstd * scale.LoadOne(group.n, channel, T(1));
     const T offset = bias.LoadOne(group.n, channel, T(0)) - result.mean_low * slope;
@@ -191,8 +188,8 @@ Status LaunchChannelSums(const Problem& problem, const Stage& stage, const Backw
   ChannelSumsKernel<E><<<Grid(stage), stage.threads, 0, stream>>>(
       Sizes(problem), BackwardInputs<E>(problem, args),
       static_cast<int>(ChannelSumColumns(problem)), form == Param::kPerSample ? 1 : problem.n,
-      problem.bias_dtype, problem.bias == form ? args.dbias : nullptr, problem.scale_dtype,
-      problem.scale == form ? args.dscale : nullptr);
+      problem.dbias_dtype(), problem.dbias() == form ? args.dbias : nullptr, problem.dscale_dtype(),
+      problem.dscale() == form ? args.dscale : nullptr);
   return JAX_GN_LAUNCHED("ChannelSumsKernel");
 }
 
@@ -205,8 +202,10 @@ Status LaunchThreeStageForward(const Problem& problem, const Plan& plan, const F
     using T = Accumulator<E>;
     GroupStatisticsApplyKernel<E><<<Grid(plan.stages[0]), kThreads, 0, stream>>>(
         Sizes(problem), static_cast<const E*>(args.x), ScaleOf(problem, args),
-        BiasOf(problem, args), args.epsilon, problem.activation, static_cast<E*>(args.y),
-        static_cast<T*>(args.mean), static_cast<T*>(args.rstd));
+        BiasOf(problem, args), problem.activation,
+        Statistics<T>{static_cast<T*>(args.mean), static_cast<T*>(args.rstd),
+                      static_cast<T*>(args.mean_low), args.epsilon, static_cast<T*>(args.variance)},
+        static_cast<E*>(args.y));
     return JAX_GN_LAUNCHED("GroupStatisticsApplyKernel");
   });
 }
@@ -218,13 +217,15 @@ Status LaunchThreeStageBackward(const Problem& problem, const Plan& plan, const 
     auto* means = static_cast<Pair<Accumulator<E>>*>(args.workspace);
     const BackwardInputs<E> in(problem, args);
     const Stage* stage = plan.stages.data();
-    GroupSumsKernel<E><<<Grid(*stage++), kThreads, 0, stream>>>(Sizes(problem), in, means);
-    JAX_GN_TRY(JAX_GN_LAUNCHED("GroupSumsKernel"));
-    GroupGradientKernel<E><<<Grid(*stage++), kThreads, 0, stream>>>(Sizes(problem), in, means,
-                                                                    static_cast<E*>(args.dx));
-    JAX_GN_TRY(JAX_GN_LAUNCHED("GroupGradientKernel"));
+    if (!problem.sums_only) {
+      GroupSumsKernel<E><<<Grid(*stage++), kThreads, 0, stream>>>(Sizes(problem), in, means);
+      JAX_GN_TRY(JAX_GN_LAUNCHED("GroupSumsKernel"));
+      GroupGradientKernel<E><<<Grid(*stage++), kThreads, 0, stream>>>(Sizes(problem), in, means,
+                                                                      static_cast<E*>(args.dx));
+      JAX_GN_TRY(JAX_GN_LAUNCHED("GroupGradientKernel"));
+    }
     for (const Param form : {Param::kPerChannel, Param::kPerSample}) {
-      if (problem.scale != form && problem.bias != form) continue;
+      if (problem.dscale() != form && problem.dbias() != form) continue;
       JAX_GN_TRY(LaunchChannelSums<E>(problem, *stage++, args, form, stream));
     }
     return Status();

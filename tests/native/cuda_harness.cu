@@ -39,7 +39,12 @@ std::string CheckOne(const Case& the_case, const BufferStyle& style) {
                  {"rstd", want.rstd, p.accumulator(), group},
                  {"dx", want.dx, p.dtype, group},
                  {"dscale", want.dscale, p.scale_dtype, channel},
-                 {"dbias", want.dbias, p.bias_dtype, channel}};
+                 {"dbias", want.dbias, p.bias_dtype, channel},
+                 {"moments' mean", want.mean, p.accumulator(), group},
+                 {"mean_low", want.mean_low, p.accumulator(), group},
+                 {"variance", want.variance, p.accumulator(), group},
+                 {"dz", want.dz, p.accumulator(), channel},
+                 {"dz_xhat", want.dz_xhat, p.accumulator(), channel}};
   // The mean is saved as a number of the accumulator's type: in deviations it is off by as much.
   double times = 1;
   for (double rstd : want.rstd) times = std::max(times, the_case.mean * rstd);

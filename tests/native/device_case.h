@@ -100,7 +100,11 @@ inline void ChooseCut(const Problem& problem, int which, Plan* plan) {
 class DeviceCase {
  public:
   DeviceCase(const Case& the_case, const Numbers& numbers, const BufferStyle& style)
-      : forward_(the_case.problem), backward_(the_case.problem), status_(MakePlans(the_case)) {
+      : forward_(the_case.problem),
+        backward_(the_case.problem),
+        moments_(the_case.problem),
+        channel_sums_(the_case.problem),
+        status_(MakePlans(the_case)) {
     const Problem& p = forward_;
     const auto make = [&](int64_t count, DType dtype, int64_t offset = 0) {
       buffers_.push_back(
@@ -121,6 +125,11 @@ class DeviceCase {
     dbias_ = make(ParamElements(p, p.bias), p.bias_dtype, off);
     forward_space_ = make(forward_plan_.workspace_bytes / 4, DType::kFloat32);
     backward_space_ = make(backward_plan_.workspace_bytes / 4, DType::kFloat32);
+    for (Buffer*& statistic : moments_results_)
+      statistic = make(p.n * p.groups, p.accumulator(), off);
+    for (Buffer*& sum : channel_results_) sum = make(p.n * p.channels, p.accumulator(), off);
+    moments_space_ = make(moments_plan_.workspace_bytes / 4, DType::kFloat32);
+    channel_space_ = make(channel_plan_.workspace_bytes / 4, DType::kFloat32);
     x_->Write(Encode(numbers.x, p.dtype));
     dy_->Write(Encode(numbers.dy, p.dtype));
     scale_->Write(Encode(numbers.scale, p.scale_dtype));
@@ -148,6 +157,18 @@ class DeviceCase {
                       or_null(p.scale, dscale_),
                       or_null(p.bias, dbias_),
                       backward_space_->data()};
+    const auto result = [](Buffer* buffer) { return buffer->data(); };
+    moments_args_ = {x_->data(), nullptr,
+                     nullptr,    0,
+                     nullptr,    result(moments_results_[0]),
+                     nullptr,    moments_space_->data()};
+    moments_args_.mean_low = result(moments_results_[1]);
+    moments_args_.variance = result(moments_results_[2]);
+    channel_args_ = backward_args_;
+    channel_args_.dx = nullptr;
+    channel_args_.dbias = result(channel_results_[0]);
+    channel_args_.dscale = result(channel_results_[1]);
+    channel_args_.workspace = channel_space_->data();
     HARNESS_CUDA(cudaDeviceSynchronize());
   }
 
@@ -155,17 +176,20 @@ class DeviceCase {
 
   Status Run(cudaStream_t stream) const {
     JAX_GN_TRY(cuda::RunForward(forward_, forward_plan_, forward_args_, stream));
-    return cuda::RunBackward(backward_, backward_plan_, backward_args_, stream);
+    JAX_GN_TRY(cuda::RunBackward(backward_, backward_plan_, backward_args_, stream));
+    JAX_GN_TRY(cuda::RunForward(moments_, moments_plan_, moments_args_, stream));
+    return cuda::RunBackward(channel_sums_, channel_plan_, channel_args_, stream);
   }
 
   void Poison() {
     for (Buffer* buffer : Outputs()) buffer->Poison();
-    forward_space_->Poison();
-    backward_space_->Poison();
+    for (Buffer* space : {forward_space_, backward_space_, moments_space_, channel_space_}) {
+      space->Poison();
+    }
     HARNESS_CUDA(cudaDeviceSynchronize());
   }
 
-  // y, mean, rstd, dx, dscale, dbias.
+  // y, mean, rstd, dx, dscale, dbias; and of sums_only mean, mean_low, variance, dz, dz_xhat.
   std::vector<std::vector<char>> Read() const {
     std::vector<std::vector<char>> all;
     for (const Buffer* buffer : Outputs()) all.push_back(buffer->Read());
@@ -191,18 +215,31 @@ class DeviceCase {
                         the_case.family == Family::kResident ? Family::kAuto : the_case.family,
                         &backward_plan_));
     if (the_case.cut >= 0) ChooseCut(backward_, the_case.cut, &backward_plan_);
-    return Status();
+    moments_.op = Op::kForward;
+    channel_sums_.op = Op::kBackward;
+    moments_.sums_only = channel_sums_.sums_only = true;
+    const Family family =
+        the_case.family == Family::kResident ? Family::kStreaming : the_case.family;
+    JAX_GN_TRY(MakePlan(moments_, Platform::kCuda, limits, family, &moments_plan_));
+    return MakePlan(channel_sums_, Platform::kCuda, limits, family, &channel_plan_);
   }
-  std::vector<Buffer*> Outputs() const { return {y_, mean_, rstd_, dx_, dscale_, dbias_}; }
+  std::vector<Buffer*> Outputs() const {
+    std::vector<Buffer*> all = {y_, mean_, rstd_, dx_, dscale_, dbias_};
+    all.insert(all.end(), std::begin(moments_results_), std::end(moments_results_));
+    all.insert(all.end(), std::begin(channel_results_), std::end(channel_results_));
+    return all;
+  }
 
-  Problem forward_, backward_;
-  Plan forward_plan_, backward_plan_;
+  Problem forward_, backward_, moments_, channel_sums_;
+  Plan forward_plan_, backward_plan_, moments_plan_, channel_plan_;
   Status status_;
   std::vector<std::unique_ptr<Buffer>> buffers_;
   Buffer *x_, *dy_, *scale_, *bias_, *y_, *dx_, *mean_, *rstd_, *dscale_, *dbias_;
-  Buffer *forward_space_, *backward_space_;
-  ForwardArgs forward_args_;
-  BackwardArgs backward_args_;
+  Buffer* moments_results_[3];  // mean, mean_low, variance
+  Buffer* channel_results_[2];  // dz, dz_xhat
+  Buffer *forward_space_, *backward_space_, *moments_space_, *channel_space_;
+  ForwardArgs forward_args_, moments_args_;
+  BackwardArgs backward_args_, channel_args_;
 };
 
 }  // namespace jax_gn::harness

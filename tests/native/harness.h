@@ -12,7 +12,7 @@
 
 namespace jax_gn::harness {
 
-// One GroupNorm, forward and backward.
+// One GroupNorm, forward and backward, as a whole and with sums_only.
 struct Case {
   Problem problem;  // op: whichever is being run
   Family family = Family::kStreaming;
@@ -33,6 +33,7 @@ struct Numbers {
 };
 struct Results {
   std::vector<double> y, mean, rstd, dx, dscale, dbias;
+  std::vector<double> mean_low, variance, dz, dz_xhat;  // of the calls with sums_only
 };
 Numbers MakeNumbers(const Case& the_case);
 Results Reference(const Case& the_case, const Numbers& numbers);

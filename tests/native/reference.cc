@@ -89,6 +89,7 @@ void ReferenceGroup(const Case& the_case, const Numbers& numbers, int64_t n, int
   const double rstd = 1 / std::sqrt(variance + the_case.epsilon);
   out->mean[n * p.groups + g] = mean;
   out->rstd[n * p.groups + g] = rstd;
+  out->variance[n * p.groups + g] = variance;
   const auto z = [&](int64_t s, int64_t c, double* scale) {
     *scale = Param1(numbers.scale, p.scale, p, n, c, 1);
     return (numbers.x[At(p, n, s, c)] - mean) * rstd * *scale +
@@ -106,6 +107,8 @@ void ReferenceGroup(const Case& the_case, const Numbers& numbers, int64_t n, int
     if (p.scale != Param::kAbsent)
       out->dscale[p.scale == Param::kPerSample ? row : c] += dz * d * rstd;
     if (p.bias != Param::kAbsent) out->dbias[p.bias == Param::kPerSample ? row : c] += dz;
+    out->dz[row] += dz;
+    out->dz_xhat[row] += dz * d * rstd;
   });
   ForGroup(p, g, [&](int64_t s, int64_t c) {
     double scale;
@@ -126,6 +129,10 @@ Results Reference(const Case& the_case, const Numbers& numbers) {
   out.rstd.assign(p.n * p.groups, 1 / std::sqrt(the_case.epsilon));
   out.dscale.resize(ParamElements(p, p.scale));
   out.dbias.resize(ParamElements(p, p.bias));
+  out.mean_low.resize(p.n * p.groups);  // what rounding left, and near 0
+  out.variance.resize(p.n * p.groups);
+  out.dz.resize(p.n * p.channels);
+  out.dz_xhat.resize(p.n * p.channels);
   if (p.spatial == 0) return out;
   for (int64_t n = 0; n < p.n; ++n) {
     for (int64_t g = 0; g < p.groups; ++g) ReferenceGroup(the_case, numbers, n, g, &out);
