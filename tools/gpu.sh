@@ -5,14 +5,16 @@
 #
 #   tools/gpu.sh [build] [native] [test] [sanitize] [time]      all of them by default; build first
 #
-# Each step takes less than 10 minutes. Logs go to $OUT, else benchmarks/results/gpu/.
+# The sanitizers can be named one by one, and JAX_GN_HARNESS can name a native harness built elsewhere:
+# then `JAX_GN_HARNESS=… tools/gpu.sh native memcheck initcheck racecheck` needs no build, and can run
+# beside it. Each step takes less than 10 minutes. Logs go to $OUT, else benchmarks/results/gpu/.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 out=${OUT:-$root/benchmarks/results/gpu}
 site=$root/build/gpu/site
 work=$root/build/gpu/cmake
-harness=$work/cuda_harness
+harness=${JAX_GN_HARNESS:-$work/cuda_harness}
 workers=${JAX_GN_WORKERS:-8}
 mkdir -p "$out" "$site"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false TF_CPP_MIN_LOG_LEVEL=2
@@ -105,6 +107,9 @@ for what in "${@:-build native test sanitize time}"; do
       sanitize)
         for tool in memcheck initcheck racecheck memcheck_jax; do step "$tool" "$tool"; done
         ;;
+      memcheck | initcheck | racecheck | memcheck_jax) step "$one" "$one" ;;
+      kernel_times) step kernel_times time_kernels ;;
+      xla_times) step xla_times time_jax ;;
       time)
         step kernel_times time_kernels
         step xla_times time_jax
