@@ -239,6 +239,22 @@ def test_resident_grid_follows_the_device(multiprocessors, op):
     assert 1 <= answer["grid"][0] <= max(16, multiprocessors * per_processor)
 
 
+@pytest.mark.parametrize(
+    ("spatial", "channels", "groups", "kind"),
+    [
+        (64, 1280, 32, "pack"),  # sd15_unet_8: many short channels in a group
+        (49, 2048, 32, "pack"),  # bit_r50_7: channels end inside packs
+        (49, 60, 4, "run"),  # groups, too
+        (7, 64, 4, "run"),  # a pack would meet three channels
+        (49999, 512, 512, "run"),  # wav2vec2
+    ],
+)
+def test_resident_kernels_of_channels_first(spatial, channels, groups, kind, op):
+    shape = (4, spatial, channels)
+    answer = _resident(op, "bfloat16", "channels_first", shape, groups, jax_gn.DeviceLimits())
+    assert answer["kernels"][0] == f"resident_{kind}_{op}"
+
+
 def _resident(op, dtype, layout, shape, groups, device):
     n, *spatial, channels = shape
     return _ffi.planner().plan(
