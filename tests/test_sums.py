@@ -85,13 +85,13 @@ def test_against_truth(case):
     with case.precision():
         want = numerics.expected_sums(*case.arrays, *_statistics(case), **case.options)
         definition = _named(_sums(case, "xla"))
-        numerics.assert_definition(definition, want, case.longest_sum)
         for family in _families():
             results = _sums(case, family)
-            if family == "three_stage" and case.dtype == "float64":
-                # Sums of doubles in double, one after the other: no room to be better than XLA.
-                numerics.assert_definition(_named(results), want, case.longest_sum)
-            else:
+            # Of the kernels themselves: XLA sums what is left of a shift by any one element, and
+            # the mean of many that lie far from it is further off.
+            numerics.assert_definition(_named(results), want, case.longest_sum)
+            # Sums of doubles in double, one after the other: no room to be better than XLA.
+            if not (family == "three_stage" and case.dtype == "float64"):
                 numerics.assert_as_good_as(_named(results), definition, want)
             for _ in range(2):
                 jax.tree.map(numerics.assert_same_bits, results, _sums(case, family))
