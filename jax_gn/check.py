@@ -259,11 +259,11 @@ def _time(backend: str, name: str, dtype: str, shape: tuple[int, ...]) -> dict:
 
 def _seconds(call, count: int) -> float:
     """Of a call, of `count` that are in flight together: what a device takes, not its launch."""
-    jax.block_until_ready(call())
+    result = jax.block_until_ready(call())
     begin = time.perf_counter()
     for _ in range(count):
         result = call()
-    jax.block_until_ready(result)  # pyright: ignore[reportPossiblyUnbound]
+    jax.block_until_ready(result)
     return (time.perf_counter() - begin) / count
 
 

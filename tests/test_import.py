@@ -32,8 +32,7 @@ def test_headers_newer_than_the_runtime():
         """
         import jax.numpy as jnp
         import jax_gn
-        import jax_gn
-from jax_gn import _ffi, _version
+        from jax_gn import _ffi
         _ffi.runtime_ffi_version = lambda: (0, 0)
         x = jnp.ones((2, 3, 4))
         for implementation in (None, "ffi", ("ffi", "xla")):
