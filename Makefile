@@ -9,12 +9,13 @@ CUDA = $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*.cmake) \
   $(shell find jax_gn ffi -name '*.py' -o -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu')
 
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test lint docs bench clean
 
 help:
 	@echo "make demo    train a small diffusion model on real data through the kernels"
 	@echo "make test    run the test suite"
 	@echo "make lint    run the pre-commit hooks;  make bench  CPU timings;  make install  only build"
+	@echo "make docs    build the documentation site into build/docs"
 
 # -P everywhere: the folder jax_gn/ here is source, the installed package has the compiled modules.
 install: $(if $(VENV),$(VENV)/installed)
@@ -32,6 +33,13 @@ test: install
 
 lint:
 	PATH="$(abspath $(VENV))/bin:$$PATH" pre-commit run --all-files
+
+# What the extra `docs` lists, without building the package anew for it.
+DOCS_PACKAGES = $(shell $(RUN) -c 'import tomllib; \
+  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+docs: install
+	$(if $(VENV),$(VENV)/bin/pip install -q $(foreach p,$(DOCS_PACKAGES),'$p'))
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict -q
 
 # The installed package before the checkout, whose jax_gn/ has no compiled modules.
 bench: install

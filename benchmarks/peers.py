@@ -1,14 +1,20 @@
-"""What is timed: one forward + backward step of each implementation, as a jitted function."""
+"""What is timed: each implementation as a function, forward alone or forward + backward.
+
+A peer is made for a Case and called as f(x, scale, bias, dy): it returns (y,) in the pass
+"forward", (y, dx, dscale, dbias) in "both".
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jax_gn
-from benchmarks.problems import NamedProblem
+from benchmarks.problems import EPSILON, Case
 
 ACTIVATIONS = {
     None: lambda x: x,
@@ -17,7 +23,6 @@ ACTIVATIONS = {
     "gelu": jax.nn.gelu,
     "leaky_relu": jax.nn.leaky_relu,
 }
-EPSILON = 1e-6
 
 
 def copy(x):
@@ -25,66 +30,78 @@ def copy(x):
     return -x
 
 
-def ours(problem: NamedProblem, layout: str, activation: str | None) -> Callable:
+def ours(case: Case) -> Callable:
     """jax_gn.group_norm, its own choice of everything."""
-
-    def norm(x, scale, bias):
-        return jax_gn.group_norm(
-            x,
-            scale,
-            bias,
-            num_groups=problem.groups,
-            epsilon=EPSILON,
-            channel_axis=-1 if layout == "channels_last" else 1,
-            activation=activation,
-            implementation="ffi",
-        )
-
-    return _step(norm)
+    norm = functools.partial(
+        jax_gn.group_norm,
+        num_groups=case.problem.groups,
+        epsilon=EPSILON,
+        channel_axis=case.channel_axis,
+        activation=case.activation,
+        implementation="ffi",
+    )
+    return _step(case, norm)
 
 
-def flax(problem: NamedProblem, layout: str, activation: str | None) -> Callable:
+def flax(case: Case, *, exact: bool = False) -> Callable:
     """What people run today: flax.linen.GroupNorm, then the activation, compiled by XLA."""
     from flax import linen
 
-    layer = linen.GroupNorm(problem.groups, epsilon=EPSILON)
+    layer = linen.GroupNorm(
+        case.problem.groups, epsilon=EPSILON, use_fast_variance=not exact, dtype=case.dtype
+    )
 
     def norm(x, scale, bias):
         # Flax's layer is channels-last; a channels-first model has the transposes XLA can fuse.
-        x = x if layout == "channels_last" else jnp.moveaxis(x, 1, -1)
-        y = jnp.asarray(layer.apply({"params": {"scale": scale, "bias": bias}}, x), x.dtype)
-        y = ACTIVATIONS[activation](y)
-        return y if layout == "channels_last" else jnp.moveaxis(y, -1, 1)
+        x = jnp.moveaxis(x, case.channel_axis, -1)
+        y = layer.apply({"params": {"scale": scale, "bias": bias}}, x)
+        return jnp.moveaxis(ACTIVATIONS[case.activation](y), -1, case.channel_axis)
 
-    return _step(norm)
-
-
-def family(name: str) -> Callable:
-    """A peer that runs one kernel family of ours through the plans."""
-
-    def peer(problem: NamedProblem, layout: str, activation: str | None) -> Callable:
-        def step(x, scale, bias, dy):
-            options = {
-                "num_groups": problem.groups,
-                "channel_axis": -1 if layout == "channels_last" else 1,
-                "scale_shape": scale.shape,
-                "bias_shape": bias.shape,
-                "scale_dtype": scale.dtype,
-                "bias_dtype": bias.dtype,
-                "activation": activation,
-                "preference": name,
-            }
-            forward = jax_gn.plan_forward(x.shape, x.dtype, **options)
-            backward = jax_gn.plan_backward(x.shape, x.dtype, **options)
-            y, mean, rstd = forward.run(x, scale, bias, epsilon=EPSILON)
-            return y, *backward.run(dy, x, scale, bias, mean, rstd)
-
-        return jax.jit(step)
-
-    return peer
+    return _step(case, norm)
 
 
-def _step(norm: Callable) -> Callable:
+def family(case: Case, name: str) -> Callable:
+    """One kernel family of ours, by its plan. NotImplementedError: it can't serve the case."""
+    options = {
+        "num_groups": case.problem.groups,
+        "channel_axis": case.channel_axis,
+        "activation": case.activation,
+        "scale_shape": case.problem.shape[-1:],
+        "bias_shape": case.problem.shape[-1:],
+        "platform": case.platform,
+        "preference": name,
+    }
+    forward = jax_gn.plan_forward(case.shape, case.dtype, **options)
+    if case.direction == "forward":
+        return jax.jit(lambda x, scale, bias, dy: forward.run(x, scale, bias, epsilon=EPSILON)[:1])
+    backward = jax_gn.plan_backward(case.shape, case.dtype, **options)
+
+    def step(x, scale, bias, dy):
+        y, mean, rstd = forward.run(x, scale, bias, epsilon=EPSILON)
+        return y, *backward.run(dy, x, scale, bias, mean, rstd)
+
+    return jax.jit(step)
+
+
+def of_case(case: Case, families: list[str]) -> dict[str, Any]:
+    """{name: peer} of all that JAX runs; a family that can't serve the case is left out."""
+    found = {
+        "flax": flax(case),
+        "flax_exact": flax(case, exact=True),
+        "ours": ours(case),
+    }
+    for name in families:
+        try:
+            found[name] = family(case, name)
+        except NotImplementedError:
+            continue
+    return found
+
+
+def _step(case: Case, norm: Callable) -> Callable:
+    if case.direction == "forward":
+        return jax.jit(lambda x, scale, bias, dy: (norm(x, scale, bias),))
+
     def step(x, scale, bias, dy):
         y, pull = jax.vjp(norm, x, scale, bias)
         return y, *pull(dy)

@@ -1,4 +1,4 @@
-"""The named problems of real models (shapes.json), cut to what a machine can hold."""
+"""The named problems of real models (shapes.json), cut to what a machine holds, and the cases."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import math
 import pathlib
 
 _FILE = pathlib.Path(__file__).with_name("shapes.json")
+EPSILON = 1e-6
+LAYOUTS = ("channels_last", "channels_first")
+PASSES = ("forward", "both")
+# Tensors of x's size that a pass must move: x, y forward; dy, x, dx backward.
+TENSORS = {"forward": 2, "both": 5}
+# A CPU needs no larger tensor to leave its caches, and XLA's step takes seconds beyond.
+BATCH_ELEMENTS, MOST_ELEMENTS = 12_000_000, 40_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +31,50 @@ class NamedProblem:
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    def in_layout(self, layout: str) -> tuple[int, ...]:
-        """The shape in "channels_last" or "channels_first"."""
-        n, *spatial, c = self.shape
-        return self.shape if layout == "channels_last" else (n, c, *spatial)
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One thing that is timed: a problem in a type, layout and pass, with an activation or none."""
+
+    problem: NamedProblem
+    dtype: str
+    layout: str
+    direction: str  # the pass: "forward" or "both"
+    activation: str | None
+    platform: str  # "cpu" or "cuda"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """x's, in its layout."""
+        n, *spatial, c = self.problem.shape
+        return self.problem.shape if self.layout == "channels_last" else (n, c, *spatial)
+
+    @property
+    def channel_axis(self) -> int:
+        return -1 if self.layout == "channels_last" else 1
+
+    @property
+    def tensors(self) -> int:
+        return TENSORS[self.direction]
+
+    @property
+    def tensor_bytes(self) -> int:
+        sizes = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+        return self.problem.elements * sizes[self.dtype]
+
+    def row(self) -> dict:
+        """How a result names it."""
+        return {
+            "problem": self.problem.name,
+            "shape": list(self.shape),
+            "groups": self.problem.groups,
+            "dtype": self.dtype,
+            "layout": self.layout,
+            "pass": self.direction,
+            "activation": self.activation,
+            "bytes": self.tensors * self.tensor_bytes,
+            "copy_bytes": 2 * self.tensor_bytes,
+        }
 
 
 def load(names: list[str] | None = None) -> list[NamedProblem]:
@@ -45,7 +92,7 @@ def load(names: list[str] | None = None) -> list[NamedProblem]:
             row["model"],
         )
         for name, row in rows.items()
-        if names is None or name in names
+        if not names or name in names
     ]
 
 
@@ -54,3 +101,22 @@ def cut_batch(problem: NamedProblem, max_elements: int) -> NamedProblem:
     per_sample = problem.elements // problem.shape[0]
     n = max(1, min(problem.shape[0], max_elements // per_sample))
     return dataclasses.replace(problem, shape=(n, *problem.shape[1:]))
+
+
+def for_platform(problems: list[NamedProblem], platform: str) -> list[NamedProblem]:
+    """A GPU takes them as they are; a CPU smaller batches, and not the largest problems."""
+    if platform == "cuda":
+        return problems
+    cut = [cut_batch(problem, BATCH_ELEMENTS) for problem in problems]
+    return [problem for problem in cut if problem.elements <= MOST_ELEMENTS]
+
+
+def from_json(text: str) -> Case:
+    """The Case that `to_json` wrote, for another process."""
+    fields = json.loads(text)
+    problem = fields.pop("problem")
+    return Case(NamedProblem(**problem | {"shape": tuple(problem["shape"])}), **fields)
+
+
+def to_json(case: Case) -> str:
+    return json.dumps(dataclasses.asdict(case))

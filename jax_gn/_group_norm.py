@@ -42,7 +42,7 @@ def group_norm(
     r"""Group normalization, optionally followed by an activation, as one fused kernel.
 
     For each sample n and each group g of C/G consecutive channels, over the M = spatial * C/G
-    elements x of the group::
+    elements x of the group:
 
         mean = sum(x) / M
         var  = sum((x - mean)**2) / M                  (biased)

@@ -1,14 +1,17 @@
 """Loading the compiled modules: versions that don't fit, broken builds, missing ones."""
 
 import importlib
+import pathlib
 import subprocess
 import sys
 import textwrap
+import tomllib
 import types
 
 import pytest
 
-from jax_gn import _ffi
+import jax_gn
+from jax_gn import _ffi, _version
 
 
 def _python(code: str) -> str:
@@ -128,3 +131,13 @@ def test_public_names():
     package = importlib.import_module("jax_gn")
     assert sorted(package.__all__) == package.__all__
     assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_one_version_everywhere():
+    root = pathlib.Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    citation = (root / "CITATION.cff").read_text()
+    assert jax_gn.__version__ == project["version"]
+    assert f"\nversion: {jax_gn.__version__}\n" in citation
+    oldest = ".".join(map(str, _version.OLDEST_JAX))
+    assert f"jax>={oldest}" in project["dependencies"]
