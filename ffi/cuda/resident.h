@@ -49,8 +49,15 @@ __device__ __forceinline__ void Prefetch(const void* global) {
 class CopyParts {
  public:
   __device__ explicit CopyParts(int steps)
-      : part_((steps + kCopyParts - 1) / kCopyParts), next_(part_) {}
+      : part_((steps + kCopyParts - 1) / kCopyParts) {
+    StartIssuing();
+  }
 
+  // Before a slab's copies. The parts of the last one have all been waited for.
+  __device__ __forceinline__ void StartIssuing() {
+    next_ = part_;
+    parts_ = 0;
+  }
   // After each step's copies.
   __device__ __forceinline__ void Issued(int step) {
     if (step + 1 == next_) Commit();
@@ -95,7 +102,7 @@ class CopyParts {
     ++parts_;
   }
 
-  int part_, next_, parts_ = 0;
+  int part_, next_, parts_;  // steps of a part; the end of the part at hand, its number
 };
 
 __device__ __forceinline__ void ClusterArrive() {

@@ -163,6 +163,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
       Prefetch(in.mean + group);
       Prefetch(in.rstd + group);
     }
+    parts.StartIssuing();
     int64_t from = tile.offset;
     WithActivationLeft<E>(in.activation, [&](auto tag) {
 #pragma unroll 1

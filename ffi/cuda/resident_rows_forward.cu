@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
                  ShiftPosition(cut, i % kShiftElements));
       }
     }
+    parts.StartIssuing();
     const E* from = x + tile.offset;
     WithActivation(activation, [&](auto tag) {
 #pragma unroll 2

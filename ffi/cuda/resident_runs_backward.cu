@@ -172,6 +172,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
       Prefetch(in.mean + run.slab);
       Prefetch(in.rstd + run.slab);
     }
+    parts.StartIssuing();
     WithActivationLeft<E>(in.activation, [&](auto tag) {
       ForSegments<kSize>(
           cut, place, now.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {

@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
         Prefetch(x + run.origin + run.phase + ShiftElement(cut, place.thread));
       }
     }
+    parts.StartIssuing();
     WithActivation(activation, [&](auto tag) {
       ForSegments<kSize>(
           cut, place, now.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
