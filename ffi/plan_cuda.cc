@@ -108,8 +108,8 @@ double ResidentCost(const Problem& problem, const cuda::ResidentCut& cut) {
   double pack = forward ? (cut.rows() ? 40 : 20) : (cut.rows() ? 130 : 70);
   if (cut.packs()) {
     round = forward ? 2.2 + 0.05 * cut.steps : 4.8 + 0.1 * cut.steps;
-    if (forward) pack = 28;
-    if (problem.spatial % cuda::ResidentPack(problem) != 0) pack *= 1.3;
+    // Two channels in a pack cost more, backward less than the ends of channels do elsewhere.
+    if (forward) pack = problem.spatial % cuda::ResidentPack(problem) == 0 ? 28 : 36;
   }
   if (cut.team > 1) round += forward ? 0.3 : 0.2;
   if (cut.team > 8 && (forward || cut.packs())) round += 0.5;
