@@ -2,9 +2,9 @@
 
     python -m benchmarks.accuracy
 
-x = deviations of size 1 around an offset of 0 to 1e6, rounded to its type; the truth is the formula in
-float64 of that very x. An error is the largest of a result, divided by its largest value; for y that
-is a number of about 4. Writes benchmarks/results/accuracy.json.
+x = deviations of size 1 around an offset of 0 to 1e6, rounded to its type; the truth is the formula
+in float64 of that very x. An error is the largest of a result, divided by its largest value; for y
+that is a number of about 4. Writes benchmarks/results/accuracy.json.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def peers(groups: int, x, scale, bias, dy) -> dict[str, dict[str, np.ndarray]]:
 
 def _torch(groups: int, *arrays):
     """torch's GroupNorm on the CPU: JAX has this process's GPU."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     dtype = getattr(torch, str(arrays[0].dtype))
     x, scale, bias, dy = (torch.tensor(np.asarray(a, np.float32)).to(dtype) for a in arrays)

@@ -63,7 +63,7 @@ def main() -> None:
 
 def measure(case: Case) -> dict:
     """{name: summary} of each candidate, its results checked first."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     device = "cuda" if case.platform == "cuda" else "cpu"
     inputs = 2 if case.direction == "both" else 1
@@ -85,7 +85,7 @@ def measure(case: Case) -> dict:
 
 def _inputs(case: Case, seed: int, device: str) -> tuple:
     """(x, scale, bias, dy); x is [N, C, *spatial], in memory as the layout says."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
@@ -104,7 +104,7 @@ def _inputs(case: Case, seed: int, device: str) -> tuple:
 
 def _norms(case: Case, device: str) -> dict:
     """{name: f(x, scale, bias)}."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     groups, functional = case.problem.groups, torch.nn.functional
     activations = {
@@ -140,7 +140,7 @@ def _has_liger() -> bool:
 
 
 def _step(case: Case, norm):
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     if case.direction == "forward":
 
@@ -159,7 +159,7 @@ def _step(case: Case, norm):
 
 def truth(case: Case, x, scale, bias, dy) -> list:
     """The results by the formula in float64, some samples at a time."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     samples = max(1, CHUNK * case.problem.shape[0] // max(1, case.problem.elements))
     parameters = [t.detach().double() for t in (scale, bias)]
@@ -179,7 +179,7 @@ def truth(case: Case, x, scale, bias, dy) -> list:
 
 
 def _formula(case: Case, x, scale, bias):
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     functional = torch.nn.functional
     groups = x.reshape(x.shape[0], case.problem.groups, -1)
@@ -202,7 +202,7 @@ def _check(case: Case, name: str, results, expected) -> None:
 
 def _traced(calls: timing.Calls) -> dict:
     """Device seconds of a call by CUPTI, through torch's profiler."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     for call in calls[:2]:
         call()

@@ -53,8 +53,8 @@ struct Plan {
   int64_t tile_channels = 0;
   int64_t block_extent = 0;
   int64_t blocks = 1;
-  // "resident": threads beside each other (of a tile's row, or of a channel's segment); 0 where they
-  // take a group's packs in turn, whatever their channel.
+  // "resident": threads beside each other (of a tile's row, or of a channel's segment); 0 where
+  // they take a group's packs in turn, whatever their channel.
   int64_t width = 0;
   int64_t block_slabs =
       1;  // "resident": slabs of a block; more than one: a warp has one for itself

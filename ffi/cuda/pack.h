@@ -141,7 +141,8 @@ __device__ __forceinline__ float2 ToPair(Half, unsigned word) {
 }
 __device__ __forceinline__ unsigned ToWord(BFloat16, float first, float second) {
   unsigned word;
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);  // one instruction from sm_80 on
+  const __nv_bfloat162 pair =
+      __floats2bfloat162_rn(first, second);  // one instruction from sm_80 on
   memcpy(&word, &pair, sizeof(word));
   return word;
 }

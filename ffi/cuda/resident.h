@@ -48,8 +48,7 @@ __device__ __forceinline__ void Prefetch(const void* global) {
 // none in some steps.
 class CopyParts {
  public:
-  __device__ explicit CopyParts(int steps)
-      : part_((steps + kCopyParts - 1) / kCopyParts) {
+  __device__ explicit CopyParts(int steps) : part_((steps + kCopyParts - 1) / kCopyParts) {
     StartIssuing();
   }
 

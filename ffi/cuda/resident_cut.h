@@ -27,12 +27,12 @@ inline constexpr int64_t kSharedPerProcessor = 228 << 10, kSharedPerBlockExtra =
 struct ResidentCut {
   int64_t n, spatial, channels, groups, group_size;
   int team, threads, steps;
-  int slab_threads;        // of a block's threads, those at one slab: all, or a warp alone
-  int tile_packs, lines;   // channels last: threads side by side, threads below each other
-  int tiles;               // channels last: of a sample
-  int lanes, segments;     // channels first: threads at a segment, a power of two; of a channel
-  int items, item_steps;   // channels first: segments that a thread visits in turn, packs in each
-  int segment_packs;       // channels first: of a segment
+  int slab_threads;       // of a block's threads, those at one slab: all, or a warp alone
+  int tile_packs, lines;  // channels last: threads side by side, threads below each other
+  int tiles;              // channels last: of a sample
+  int lanes, segments;    // channels first: threads at a segment, a power of two; of a channel
+  int items, item_steps;  // channels first: segments that a thread visits in turn, packs in each
+  int segment_packs;      // channels first: of a segment
   int step_channels, step_rest;  // channels first, packs: from one of a thread to the next
   int channel_lanes;       // channels first, packs: threads that add up a channel, a power of two
   int tile_groups, slots;  // groups of a tile; most groups that meet a pack

@@ -94,9 +94,9 @@ __device__ __forceinline__ Pair<float> ReducePacks(const ResidentCut& cut,
   const int channels = static_cast<int>(cut.group_size), spatial = static_cast<int>(cut.spatial);
   const int first = place.FirstPack(cut), capacity = cut.steps * cut.threads;
   const int lane = threadIdx.x & (cut.channel_lanes - 1), log2_lanes = __ffs(cut.channel_lanes) - 1;
-  Pair<float>* const row =
-      channel_rows + (static_cast<int64_t>(place.n) * cut.team + place.rank) * cut.channels +
-      place.first_channel;
+  Pair<float>* const row = channel_rows +
+                           (static_cast<int64_t>(place.n) * cut.team + place.rank) * cut.channels +
+                           place.first_channel;
   Pair<float> total = {0, 0};
   for (int base = 0; base < channels; base += cut.threads >> log2_lanes) {
     const int channel = base + (static_cast<int>(threadIdx.x) >> log2_lanes);

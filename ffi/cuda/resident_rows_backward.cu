@@ -9,7 +9,7 @@ template <typename E>
 struct TileGradient {
   static constexpr int kSize = kPackSize<E>;
   const ResidentCut& cut;
-  Pack<E>* slots;  // this thread's: x's and dy's in turn
+  Pack<E>* slots;                                // this thread's: x's and dy's in turn
   float mean[kSize], slope[kSize], bias[kSize];  // slope: rstd * scale
 
   __device__ TileGradient(const ResidentCut& cut, const Tile<kSize>& tile,
@@ -77,9 +77,9 @@ __device__ __forceinline__ void TileSums(const ResidentCut& cut,
   if (exchange == 0) team.Begin();
   const float* const rstd = in.rstd + tile.n * cut.groups + tile.first_group;
   const int64_t first_channel = tile.first_group * size;
-  Pair<float>* const row =
-      channel_rows + (static_cast<int64_t>(tile.n) * cut.team + place.rank) * cut.channels +
-      first_channel;
+  Pair<float>* const row = channel_rows +
+                           (static_cast<int64_t>(tile.n) * cut.team + place.rank) * cut.channels +
+                           first_channel;
   for (int group = threadIdx.x / 32; group < cut.tile_groups; group += cut.threads / 32) {
     Pair<float> sums = {0, 0};
     for (int i = threadIdx.x % 32; i < size; i += 32) {

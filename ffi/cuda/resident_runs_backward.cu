@@ -14,9 +14,9 @@ __device__ __forceinline__ Pair<float> ReduceSegments(const ResidentCut& cut, co
   const int count = cut.items * place.owners, first = place.rank * count;
   const int size = static_cast<int>(cut.group_size);
   if (channel_rows != nullptr) {
-    Pair<float>* const row =
-        channel_rows + (static_cast<int64_t>(run.n) * cut.team + place.rank) * cut.channels +
-        run.first_channel;
+    Pair<float>* const row = channel_rows +
+                             (static_cast<int64_t>(run.n) * cut.team + place.rank) * cut.channels +
+                             run.first_channel;
     for (int channel = place.thread; channel < size; channel += cut.slab_threads) {
       Pair<float> sum = {0, 0};
       const int to = min((channel + 1) * cut.segments, first + count);

@@ -148,17 +148,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks<E>)
       mean[i].second *= coefficients.rstd[i];
     });
     WithActivation(in.activation, [&](auto tag) {
-      WalkGradients<tag()>(
-          cut, thread, thread.Offset(cut, block, n), in, coefficients,
-          [&](int64_t at, const T(&deviation)[kSize], const T(&dz)[kSize]) {
-            T result[kSize];
+      WalkGradients<tag()>(cut, thread, thread.Offset(cut, block, n), in, coefficients,
+                           [&](int64_t at, const T(&deviation)[kSize], const T(&dz)[kSize]) {
+                             T result[kSize];
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) {
-              result[i] = GradientOf(coefficients.scale[i], dz[i], deviation[i],
-                                     coefficients.rstd[i], mean[i]);
-            }
-            StoreRow(dx + at, ToPack<E>(result), thread.channels, whole_dx);
-          });
+                             for (int i = 0; i < kSize; ++i) {
+                               result[i] = GradientOf(coefficients.scale[i], dz[i], deviation[i],
+                                                      coefficients.rstd[i], mean[i]);
+                             }
+                             StoreRow(dx + at, ToPack<E>(result), thread.channels, whole_dx);
+                           });
     });
   }
 }

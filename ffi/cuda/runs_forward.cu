@@ -42,8 +42,7 @@ __global__ void __launch_bounds__(kThreads)
     const int last = packs.template Last<kSize>(at, piece.end);
     if (count == 0) moments.shift = ToNumber(x[at + first]);
     moments.template Add<kSize>(
-        static_cast<T>(count), static_cast<T>(last - first),
-        [&](int i) { return values[i]; },
+        static_cast<T>(count), static_cast<T>(last - first), [&](int i) { return values[i]; },
         [&](int i) { return first <= i && i < last; });
     count += last - first;
   };
@@ -97,8 +96,7 @@ __global__ void __launch_bounds__(kThreads)
           for (int u = 0; u < kPacks; ++u) out.Store(at + u * stride, apply(loaded[u]));
         },
         [&](int64_t at) {
-          out.StorePart(at, piece.begin, piece.end,
-                        apply(in.LoadPart(at, piece.begin, piece.end)));
+          out.StorePart(at, piece.begin, piece.end, apply(in.LoadPart(at, piece.begin, piece.end)));
         });
   });
 }

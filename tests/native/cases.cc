@@ -35,8 +35,8 @@ std::vector<Case> SweepCases(bool small) {
     for (DType dtype : kTypes) {
       for (Layout layout : {Layout::kChannelsLast, Layout::kChannelsFirst}) {
         // "resident" twice: it has the most ways to cut a problem.
-        for (Family family : {Family::kResident, Family::kResident, Family::kStreaming,
-                              Family::kThreeStage}) {
+        for (Family family :
+             {Family::kResident, Family::kResident, Family::kStreaming, Family::kThreeStage}) {
           // The rest goes round, with periods that share no factor: all pairs come up.
           ++turn;
           Case c;
