@@ -37,71 +37,67 @@ class Handlers {
                             Output y, Output mean, Output rstd, Output workspace,
                             std::string_view layout, std::string_view activation,
                             std::string_view family, double epsilon) {
-    Attributes attributes;
-    Problem problem;
-    ForwardArgs args;
-    return ToFfiError([&]() -> Status {
-      JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
-      JAX_GN_TRY(DecodeForward(x, scale, bias, y, mean, rstd, workspace, attributes, epsilon,
-                               &problem, &args));
-      return Serve(context, problem, args, attributes.family, workspace);
-    }());
+    return Handle<ForwardArgs>(
+        context, workspace, layout, activation, family,
+        [&](const Attributes& attributes, Problem* problem, ForwardArgs* args) {
+          return DecodeForward(x, scale, bias, y, mean, rstd, workspace, attributes, epsilon,
+                               problem, args);
+        });
   }
 
   static ffi::Error Backward(typename Backend::Context context, Buffer dy, Buffer x, Buffer scale,
                              Buffer bias, Buffer mean, Buffer rstd, Output dx, Output dscale,
                              Output dbias, Output workspace, std::string_view layout,
                              std::string_view activation, std::string_view family) {
-    Attributes attributes;
-    Problem problem;
-    BackwardArgs args;
-    return ToFfiError([&]() -> Status {
-      JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
-      JAX_GN_TRY(DecodeBackward(dy, x, scale, bias, mean, rstd, dx, dscale, dbias, workspace,
-                                attributes, &problem, &args));
-      return Serve(context, problem, args, attributes.family, workspace);
-    }());
+    return Handle<BackwardArgs>(
+        context, workspace, layout, activation, family,
+        [&](const Attributes& attributes, Problem* problem, BackwardArgs* args) {
+          return DecodeBackward(dy, x, scale, bias, mean, rstd, dx, dscale, dbias, workspace,
+                                attributes, problem, args);
+        });
   }
 
   static ffi::Error Moments(typename Backend::Context context, Buffer x, Output mean,
                             Output mean_low, Output variance, Output workspace,
                             std::string_view layout, std::string_view family) {
-    Attributes attributes;
-    Problem problem;
-    ForwardArgs args;
-    return ToFfiError([&]() -> Status {
-      JAX_GN_TRY(DecodeAttributes(layout, "none", family, &attributes));
-      JAX_GN_TRY(
-          DecodeMoments(x, mean, mean_low, variance, workspace, attributes, &problem, &args));
-      return Serve(context, problem, args, attributes.family, workspace);
-    }());
+    return Handle<ForwardArgs>(
+        context, workspace, layout, "none", family,
+        [&](const Attributes& attributes, Problem* problem, ForwardArgs* args) {
+          return DecodeMoments(x, mean, mean_low, variance, workspace, attributes, problem, args);
+        });
   }
 
   static ffi::Error ChannelSums(typename Backend::Context context, Buffer dy, Buffer x,
                                 Buffer scale, Buffer bias, Buffer mean, Buffer rstd, Output dz,
                                 Output dz_xhat, Output workspace, std::string_view layout,
                                 std::string_view activation, std::string_view family) {
-    Attributes attributes;
-    Problem problem;
-    BackwardArgs args;
-    return ToFfiError([&]() -> Status {
-      JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
-      JAX_GN_TRY(DecodeChannelSums(dy, x, scale, bias, mean, rstd, dz, dz_xhat, workspace,
-                                   attributes, &problem, &args));
-      return Serve(context, problem, args, attributes.family, workspace);
-    }());
+    return Handle<BackwardArgs>(
+        context, workspace, layout, activation, family,
+        [&](const Attributes& attributes, Problem* problem, BackwardArgs* args) {
+          return DecodeChannelSums(dy, x, scale, bias, mean, rstd, dz, dz_xhat, workspace,
+                                   attributes, problem, args);
+        });
   }
 
  private:
-  // What is left once a call is decoded: plan for the device that runs it, then run.
-  template <typename Args>
-  static Status Serve(typename Backend::Context& context, const Problem& problem, const Args& args,
-                      Family family, Output& workspace) {
-    DeviceLimits limits;
-    Plan plan;
-    JAX_GN_TRY(Backend::Limits(&limits));
-    JAX_GN_TRY(PlanWithin(workspace, problem, Backend::kPlatform, limits, family, &plan));
-    return Backend::Run(context, problem, plan, args);
+  // decode(attributes, &problem, &args), plan for the device that runs the call, run.
+  template <typename Args, typename Decode>
+  static ffi::Error Handle(typename Backend::Context& context, Output& workspace,
+                           std::string_view layout, std::string_view activation,
+                           std::string_view family, Decode decode) {
+    return ToFfiError([&]() -> Status {
+      Attributes attributes;
+      Problem problem;
+      Args args;
+      DeviceLimits limits;
+      Plan plan;
+      JAX_GN_TRY(DecodeAttributes(layout, activation, family, &attributes));
+      JAX_GN_TRY(decode(attributes, &problem, &args));
+      JAX_GN_TRY(Backend::Limits(&limits));
+      JAX_GN_TRY(
+          PlanWithin(workspace, problem, Backend::kPlatform, limits, attributes.family, &plan));
+      return Backend::Run(context, problem, plan, args);
+    }());
   }
 };
 
@@ -122,14 +118,17 @@ class Handlers {
       .Attr<std::string_view>("family")             \
       .Attr<double>("epsilon")
 
+#define JAX_GN_BACKWARD_ARGUMENTS(CONTEXT)      \
+  ::xla::ffi::Ffi::Bind() CONTEXT               \
+      .Arg<::xla::ffi::AnyBuffer>() /* dy */    \
+      .Arg<::xla::ffi::AnyBuffer>() /* x */     \
+      .Arg<::xla::ffi::AnyBuffer>() /* scale */ \
+      .Arg<::xla::ffi::AnyBuffer>() /* bias */  \
+      .Arg<::xla::ffi::AnyBuffer>() /* mean */  \
+      .Arg<::xla::ffi::AnyBuffer>() /* rstd */
+
 #define JAX_GN_BIND_BACKWARD(CONTEXT)               \
-  ::xla::ffi::Ffi::Bind() CONTEXT                   \
-      .Arg<::xla::ffi::AnyBuffer>() /* dy */        \
-      .Arg<::xla::ffi::AnyBuffer>() /* x */         \
-      .Arg<::xla::ffi::AnyBuffer>() /* scale */     \
-      .Arg<::xla::ffi::AnyBuffer>() /* bias */      \
-      .Arg<::xla::ffi::AnyBuffer>() /* mean */      \
-      .Arg<::xla::ffi::AnyBuffer>() /* rstd */      \
+  JAX_GN_BACKWARD_ARGUMENTS(CONTEXT)                \
       .Ret<::xla::ffi::AnyBuffer>() /* dx */        \
       .Ret<::xla::ffi::AnyBuffer>() /* dscale */    \
       .Ret<::xla::ffi::AnyBuffer>() /* dbias */     \
@@ -149,13 +148,7 @@ class Handlers {
       .Attr<std::string_view>("family")
 
 #define JAX_GN_BIND_CHANNEL_SUMS(CONTEXT)           \
-  ::xla::ffi::Ffi::Bind() CONTEXT                   \
-      .Arg<::xla::ffi::AnyBuffer>() /* dy */        \
-      .Arg<::xla::ffi::AnyBuffer>() /* x */         \
-      .Arg<::xla::ffi::AnyBuffer>() /* scale */     \
-      .Arg<::xla::ffi::AnyBuffer>() /* bias */      \
-      .Arg<::xla::ffi::AnyBuffer>() /* mean */      \
-      .Arg<::xla::ffi::AnyBuffer>() /* rstd */      \
+  JAX_GN_BACKWARD_ARGUMENTS(CONTEXT)                \
       .Ret<::xla::ffi::AnyBuffer>() /* dz */        \
       .Ret<::xla::ffi::AnyBuffer>() /* dz_xhat */   \
       .Ret<::xla::ffi::AnyBuffer>() /* workspace */ \

@@ -109,7 +109,7 @@ double ResidentCost(const Problem& problem, const cuda::ResidentCut& cut) {
   if (cut.packs()) {
     round = forward ? 2.2 + 0.05 * cut.steps : 4.8 + 0.1 * cut.steps;
     // Two channels in a pack cost more, backward less than the ends of channels do elsewhere.
-    if (forward) pack = problem.spatial % cuda::ResidentPack(problem) == 0 ? 28 : 36;
+    if (forward) pack = cuda::ChannelsShare(problem) ? 36 : 28;
   }
   if (cut.team > 1) round += forward ? 0.3 : 0.2;
   if (cut.team > 8 && (forward || cut.packs())) round += 0.5;
@@ -213,10 +213,9 @@ void PlanResident(const Problem& problem, const ResidentCut& cut, const DeviceLi
     plan->width = cut.lanes;
     plan->tile_channels = cut.group_size;
     plan->block_extent = CeilDiv(problem.group_elements(), cut.team);
-    const char* const kernel = cut.packs()
-                                   ? (forward ? "resident_pack_forward" : "resident_pack_backward")
-                                   : (forward ? "resident_run_forward" : "resident_run_backward");
-    plan->AddStage({kernel, blocks, cut.threads, cut.shared_bytes});
+    const std::string_view kernels[2][2] = {{"resident_run_forward", "resident_run_backward"},
+                                            {"resident_pack_forward", "resident_pack_backward"}};
+    plan->AddStage({kernels[cut.packs()][forward ? 0 : 1], blocks, cut.threads, cut.shared_bytes});
   }
   AddParameterSums(problem, ResidentRows(problem, cut.team), plan);
 }
@@ -247,9 +246,9 @@ Status MakeCudaPlan(const Problem& problem, const DeviceLimits& device, Family p
     return CheckGrids(*plan);
   }
   cuda::ResidentCut cut = {};
-  const bool choice = preference == Family::kAuto;
-  if ((choice || preference == Family::kResident) && !empty) cut = ChooseResident(problem, device);
-  if (choice && !Worthwhile(cut)) cut = {};
+  const bool may_reside = preference != Family::kStreaming;
+  if (may_reside && !empty) cut = ChooseResident(problem, device);
+  if (preference == Family::kAuto && !Worthwhile(cut)) cut = {};
   if (preference == Family::kResident && !cut.valid()) {
     return JAX_GN_ERROR(kUnimplemented,
                         "family 'resident' has no room for this problem (a group, or 128 bytes of "
@@ -264,7 +263,7 @@ Status MakeCudaPlan(const Problem& problem, const DeviceLimits& device, Family p
     PlanStreaming(problem, plan);
   }
   plan->workspace_bytes = cuda::LayOut(problem).bytes;
-  if (choice || preference == Family::kResident) {
+  if (may_reside) {
     plan->workspace_bytes = std::max(plan->workspace_bytes, ResidentWorkspace(problem));
   }
   return CheckGrids(*plan);

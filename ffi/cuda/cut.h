@@ -219,11 +219,8 @@ inline Workspace LayOut(const Problem& problem) {
   // Channels first, dx needs the sums of the channels even where dscale and dbias are not wanted.
   if (forward || (last && !HasParam(problem))) space.channel_rows = 0;
   space.group_sums = AlignUp(space.channel_rows * problem.channels * 2 * size, kPackBytes);
-  if (last && CutRows(problem).warp_lanes > 0) {  // features.cu keeps its groups to itself
-    space.bytes = space.group_sums;
-    return space;
-  }
-  if (problem.sums_only && !forward) {  // of the channels alone
+  // The channels' alone: sums_only asks for no more, and features.cu keeps its groups to itself.
+  if ((problem.sums_only && !forward) || (last && CutRows(problem).warp_lanes > 0)) {
     space.bytes = space.group_sums;
     return space;
   }

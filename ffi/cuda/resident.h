@@ -302,6 +302,10 @@ struct Normaliser {
 // activation twice. 16 bits would round it.
 template <typename E>
 inline constexpr bool kKeepsGradient = sizeof(E) == 4;
+template <typename E, Activation kActivation, int kSize>
+__device__ __forceinline__ void KeepGradient(const float (&dz)[kSize], Pack<E>* dy) {
+  if constexpr (kKeepsGradient<E> && kActivation != Activation::kNone) *dy = ToPack<E>(dz);
+}
 // f(tag) with the activation that is left to differentiate when dx is written.
 template <typename E, typename F>
 __device__ __forceinline__ void WithActivationLeft(Activation activation, F f) {
@@ -311,6 +315,20 @@ __device__ __forceinline__ void WithActivationLeft(Activation activation, F f) {
     WithActivation(activation, f);
   }
 }
+
+// What dx subtracts from slope * dz, in a group: constant + (x - mean) * linear.
+struct GroupGradient {
+  float constant, linear;
+
+  // total: the group's sums of scale * dz and of scale * dz * xhat.
+  static __device__ __forceinline__ GroupGradient Of(const Pair<float>& total, float rstd,
+                                                     float share) {
+    return {rstd * (total.first * share), rstd * (total.second * share) * rstd};
+  }
+  __device__ __forceinline__ float operator()(float slope, float dz, float deviation) const {
+    return slope * dz - constant - deviation * linear;
+  }
+};
 
 // The sums of a thread's channels. Add to `part`, and call EndPart after a few positions.
 template <typename E, int kSize>
@@ -337,8 +355,8 @@ struct ChannelSums {
 
 // Launches `kernel` with teams as clusters.
 template <typename... Parameters, typename... Arguments>
-Status LaunchResident(void (*kernel)(Parameters...), const char* name, const ResidentCut& cut,
-                      const Stage& stage, cudaStream_t stream, Arguments... arguments) {
+Status LaunchTeams(void (*kernel)(Parameters...), const char* name, const ResidentCut& cut,
+                   const Stage& stage, cudaStream_t stream, Arguments... arguments) {
   const auto check = [name](cudaError_t error) {
     return ToStatus(error, name, __FILE_NAME__, __LINE__);
   };
@@ -364,6 +382,25 @@ Status LaunchResident(void (*kernel)(Parameters...), const char* name, const Res
   config.attrs = &cluster;
   config.numAttrs = cut.team > 1 ? 1 : 0;
   return check(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+// The family's forward kernels take the same arguments, and so do its backward kernels.
+template <typename E, typename Kernel>
+Status LaunchResident(Kernel kernel, const char* name, const Problem& problem,
+                      const ResidentCut& cut, const Stage& stage, const ForwardArgs& args,
+                      cudaStream_t stream) {
+  return LaunchTeams(
+      kernel, name, cut, stage, stream, cut, static_cast<const E*>(args.x), ScaleOf(problem, args),
+      BiasOf(problem, args), static_cast<float>(args.epsilon), problem.activation,
+      static_cast<float*>(args.mean), static_cast<float*>(args.rstd), static_cast<E*>(args.y));
+}
+template <typename E, typename Kernel>
+Status LaunchResident(Kernel kernel, const char* name, const Problem& problem,
+                      const ResidentCut& cut, const Stage& stage, const BackwardArgs& args,
+                      cudaStream_t stream) {
+  return LaunchTeams(kernel, name, cut, stage, stream, cut, BackwardInputs<E>(problem, args),
+                     HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
+                     static_cast<E*>(args.dx));
 }
 
 }  // namespace jax_gn::cuda

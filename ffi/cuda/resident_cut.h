@@ -2,10 +2,10 @@
 //
 // A slab is what shares statistics, or more of it: of one sample, a tile of channels (whole groups,
 // channels last) or a group (channels first: as segments of channels, or as packs whatever their
-// channel). A team of up to 16 blocks, one thread block cluster,
-// holds a slab in its shared memory from the first read to the last write, so that each tensor
-// crosses the memory bus once. A thread reads, waits for and works on packs of its own: `steps` of
-// them, x's and in the backward pass dy's too.
+// channel). A team of up to 16 blocks, one thread block cluster, holds a slab in its shared memory
+// from the first read to the last write, so that each tensor crosses the memory bus once. A thread
+// reads, waits for and works on packs of its own: `steps` of them, x's and in the backward pass
+// dy's too.
 #ifndef JAX_GN_CUDA_RESIDENT_CUT_H_
 #define JAX_GN_CUDA_RESIDENT_CUT_H_
 
@@ -47,6 +47,11 @@ struct ResidentCut {
 
 inline int64_t ResidentPack(const Problem& problem) { return kPackBytes / SizeOf(problem.dtype); }
 
+// Channels first: whether two channels meet in a pack, where the group begins with one.
+inline bool ChannelsShare(const Problem& problem) {
+  return problem.spatial % ResidentPack(problem) != 0;
+}
+
 // Bytes that the block's packs take, and what it needs beside them (ResidentShared lays it out).
 inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cut) {
   const bool forward = problem.op == Op::kForward;
@@ -57,7 +62,7 @@ inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cu
   if (cut.packs()) {
     // Sums of the warps; the table of scale and bias; backward, sums of each pack.
     scratch = (kRunThreads / 32 + cut.group_size + 1) * 8;
-    const int64_t meet = problem.spatial % ResidentPack(problem) == 0 ? 1 : 2;
+    const int64_t meet = ChannelsShare(problem) ? 2 : 1;
     if (!forward) scratch += meet * cut.steps * cut.threads * 8;
   } else if (!cut.rows()) {
     scratch = (kRunThreads / 32 + (forward ? 0 : cut.items * (cut.threads / cut.lanes))) * 8;

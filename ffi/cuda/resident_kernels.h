@@ -54,6 +54,12 @@ __device__ __forceinline__ Pair<float> SlabSum(const ResidentCut& cut, Pair<floa
   return team.Total(exchange, 0);
 }
 
+// Where a block leaves its sums of a sample's channels, from `channel` on, for dscale and dbias.
+__device__ __forceinline__ Pair<float>* ChannelRow(const ResidentCut& cut, Pair<float>* rows, int n,
+                                                   int rank, int64_t channel) {
+  return rows + (static_cast<int64_t>(n) * cut.team + rank) * cut.channels + channel;
+}
+
 // Which of its elements make the shift.
 __device__ __forceinline__ int64_t ShiftElement(const ResidentCut& cut, int i) {
   return i * (cut.group_size * cut.spatial) / kShiftElements;

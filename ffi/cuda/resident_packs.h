@@ -58,6 +58,16 @@ struct PackPlace {
   }
 };
 
+// What the kernels keep in the scratch, as ResidentSharedBytes counts it.
+struct PackScratch {
+  Pair<float>*warp_sums, *table, *pack_sums;  // the last of the backward pass alone
+
+  __device__ PackScratch(const ResidentCut& cut, const ResidentShared& space)
+      : warp_sums(reinterpret_cast<Pair<float>*>(space.scratch)),
+        table(warp_sums + kRunThreads / 32),
+        pack_sums(table + cut.group_size + 1) {}
+};
+
 // scale and bias of the group's channels. One more row, as the last pack looks one channel on.
 __device__ __forceinline__ void FillTable(const ResidentCut& cut, int64_t n, int64_t first_channel,
                                           const Parameter& scale, const Parameter& bias,

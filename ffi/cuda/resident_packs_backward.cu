@@ -37,9 +37,6 @@ struct PackGradient {
       dz[i] = FastBackward<E, kActivation>(dz[i], deviation[i] * at.slope + at.bias);
     }
   }
-  __device__ __forceinline__ void Keep(int step, const float (&dz)[kSize]) const {
-    slots[(2 * step + 1) * threads] = ToPack<E>(dz);
-  }
 };
 
 // Leaves each pack's sums of dz and dz * (x - mean), of its first channel and, kSplit, its second
@@ -61,7 +58,7 @@ __device__ __forceinline__ void SumPacks(const ResidentCut& cut,
         const auto channels = gradient.At(at);
         float deviation[kSize], dz[kSize];
         gradient.template Differentiate<tag()>(step, channels, deviation, dz);
-        if constexpr (kKeepsGradient<E> && tag() != Activation::kNone) gradient.Keep(step, dz);
+        KeepGradient<E, tag()>(dz, gradient.slots + (2 * step + 1) * gradient.threads);
         Pair<float> first = {0, 0}, second = {0, 0};
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
@@ -94,9 +91,7 @@ __device__ __forceinline__ Pair<float> ReducePacks(const ResidentCut& cut,
   const int channels = static_cast<int>(cut.group_size), spatial = static_cast<int>(cut.spatial);
   const int first = place.FirstPack(cut), capacity = cut.steps * cut.threads;
   const int lane = threadIdx.x & (cut.channel_lanes - 1), log2_lanes = __ffs(cut.channel_lanes) - 1;
-  Pair<float>* const row = channel_rows +
-                           (static_cast<int64_t>(place.n) * cut.team + place.rank) * cut.channels +
-                           place.first_channel;
+  Pair<float>* const row = ChannelRow(cut, channel_rows, place.n, place.rank, place.first_channel);
   Pair<float> total = {0, 0};
   for (int base = 0; base < channels; base += cut.threads >> log2_lanes) {
     const int channel = base + (static_cast<int>(threadIdx.x) >> log2_lanes);
@@ -141,20 +136,17 @@ __global__ void __launch_bounds__(kRunThreads, 2)
     parts.Issued(step);
   }
   parts.AllIssued();
-  Pair<float>* const warp_sums = reinterpret_cast<Pair<float>*>(space.scratch);
-  Pair<float>* const table = warp_sums + kRunThreads / 32;
-  Pair<float>* const pack_sums = table + cut.group_size + 1;
-  FillTable(cut, place.n, place.first_channel, in.scale, in.bias, table);
-  const PackGradient<E, kSplit> gradient = {slots, table, cut.threads, in.mean[place.slab],
+  const PackScratch scratch(cut, space);
+  FillTable(cut, place.n, place.first_channel, in.scale, in.bias, scratch.table);
+  const PackGradient<E, kSplit> gradient = {slots, scratch.table, cut.threads, in.mean[place.slab],
                                             in.rstd[place.slab]};
   __syncthreads();
-  SumPacks<E, kSplit>(cut, place, gradient, in.activation, &parts, pack_sums);
+  SumPacks<E, kSplit>(cut, place, gradient, in.activation, &parts, scratch.pack_sums);
   __syncthreads();
   const Pair<float> total =
-      SlabSum(cut, ReducePacks<E, kSplit>(cut, place, gradient, pack_sums, channel_rows), warp_sums,
-              team, 0);
-  const float constant = gradient.rstd * (total.first * cut.share);
-  const float linear = gradient.rstd * (total.second * cut.share) * gradient.rstd;
+      SlabSum(cut, ReducePacks<E, kSplit>(cut, place, gradient, scratch.pack_sums, channel_rows),
+              scratch.warp_sums, team, 0);
+  const GroupGradient terms = GroupGradient::Of(total, gradient.rstd, cut.share);
   WithActivationLeft<E>(in.activation, [&](auto tag) {
     ChannelCursor at = place.begin;
     E* to = dx + place.offset;
@@ -165,7 +157,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
       gradient.template Differentiate<tag()>(step, channels, deviation, dz);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        dz[i] = channels.Of(i).slope * dz[i] - constant - deviation[i] * linear;
+        dz[i] = terms(channels.Of(i).slope, dz[i], deviation[i]);
       }
       StorePack(to, ToPack<E>(dz));
       to += stride;
@@ -180,12 +172,9 @@ template <typename E>
 Status LaunchResidentPackBackward(const Problem& problem, const ResidentCut& cut,
                                   const Stage& stage, const BackwardArgs& args,
                                   cudaStream_t stream) {
-  const auto kernel = problem.spatial % kPackSize<E> == 0 ? ResidentPackBackwardKernel<E, false>
-                                                          : ResidentPackBackwardKernel<E, true>;
-  return LaunchResident(kernel, "ResidentPackBackwardKernel", cut, stage, stream, cut,
-                        BackwardInputs<E>(problem, args),
-                        HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
-                        static_cast<E*>(args.dx));
+  const auto kernel = ChannelsShare(problem) ? ResidentPackBackwardKernel<E, true>
+                                             : ResidentPackBackwardKernel<E, false>;
+  return LaunchResident<E>(kernel, "ResidentPackBackwardKernel", problem, cut, stage, args, stream);
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                     \

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
     parts.Issued(step);
   }
   parts.AllIssued();
-  Pair<float>* const table = reinterpret_cast<Pair<float>*>(space.scratch) + kRunThreads / 32;
+  Pair<float>* const table = PackScratch(cut, space).table;
   FillTable(cut, place.n, place.first_channel, scale, bias, table);
 
   int exchanges = 0;
@@ -64,13 +64,9 @@ __global__ void __launch_bounds__(kRunThreads, 2)
 template <typename E>
 Status LaunchResidentPackForward(const Problem& problem, const ResidentCut& cut, const Stage& stage,
                                  const ForwardArgs& args, cudaStream_t stream) {
-  const auto kernel = problem.spatial % kPackSize<E> == 0 ? ResidentPackForwardKernel<E, false>
-                                                          : ResidentPackForwardKernel<E, true>;
-  return LaunchResident(kernel, "ResidentPackForwardKernel", cut, stage, stream, cut,
-                        static_cast<const E*>(args.x), ScaleOf(problem, args),
-                        BiasOf(problem, args), static_cast<float>(args.epsilon), problem.activation,
-                        static_cast<float*>(args.mean), static_cast<float*>(args.rstd),
-                        static_cast<E*>(args.y));
+  const auto kernel = ChannelsShare(problem) ? ResidentPackForwardKernel<E, true>
+                                             : ResidentPackForwardKernel<E, false>;
+  return LaunchResident<E>(kernel, "ResidentPackForwardKernel", problem, cut, stage, args, stream);
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                    \

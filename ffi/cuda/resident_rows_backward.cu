@@ -9,12 +9,12 @@ template <typename E>
 struct TileGradient {
   static constexpr int kSize = kPackSize<E>;
   const ResidentCut& cut;
-  Pack<E>* slots;                                // this thread's: x's and dy's in turn
+  const Pack<E>* slots;                          // this thread's: x's and dy's in turn
   float mean[kSize], slope[kSize], bias[kSize];  // slope: rstd * scale
 
   __device__ TileGradient(const ResidentCut& cut, const Tile<kSize>& tile,
                           const PackGroups<kSize>& groups, const BackwardInputs<E>& in,
-                          Pack<E>* slots)
+                          const Pack<E>* slots)
       : cut(cut), slots(slots) {
     in.scale.Load(tile.n, tile.channel, kSize, 1.0f, slope);
     in.bias.Load(tile.n, tile.channel, kSize, 0.0f, bias);
@@ -23,9 +23,6 @@ struct TileGradient {
       mean[i] = in.mean[index];
       slope[i] *= in.rstd[index];
     });
-  }
-  __device__ __forceinline__ void Keep(int step, const float (&dz)[kSize]) const {
-    slots[(2 * step + 1) * cut.threads] = ToPack<E>(dz);
   }
   // x - mean and dz of a step. `taken` is called when both are out of shared memory.
   template <Activation kActivation, typename Taken>
@@ -77,9 +74,7 @@ __device__ __forceinline__ void TileSums(const ResidentCut& cut,
   if (exchange == 0) team.Begin();
   const float* const rstd = in.rstd + tile.n * cut.groups + tile.first_group;
   const int64_t first_channel = tile.first_group * size;
-  Pair<float>* const row = channel_rows +
-                           (static_cast<int64_t>(tile.n) * cut.team + place.rank) * cut.channels +
-                           first_channel;
+  Pair<float>* const row = ChannelRow(cut, channel_rows, tile.n, place.rank, first_channel);
   for (int group = threadIdx.x / 32; group < cut.tile_groups; group += cut.threads / 32) {
     Pair<float> sums = {0, 0};
     for (int i = threadIdx.x % 32; i < size; i += 32) {
@@ -94,9 +89,9 @@ __device__ __forceinline__ void TileSums(const ResidentCut& cut,
   }
   team.Exchange();
   for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
-    const Pair<float> sums = team.Total(exchange, group);
-    space.numbers[group] = {rstd[group] * (sums.first * cut.share),
-                            rstd[group] * (sums.second * cut.share) * rstd[group], 0, 0};
+    const GroupGradient terms =
+        GroupGradient::Of(team.Total(exchange, group), rstd[group], cut.share);
+    space.numbers[group] = {terms.constant, terms.linear, 0, 0};
   }
   __syncthreads();
 }
@@ -135,7 +130,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
         for (; step < stop; ++step) {
           float deviation[kSize], dz[kSize];
           gradient.template Differentiate<tag()>(step, deviation, dz, [] {});
-          if constexpr (kKeepsGradient<E> && tag() != Activation::kNone) gradient.Keep(step, dz);
+          KeepGradient<E, tag()>(dz, slots + (2 * step + 1) * cut.threads);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
             sums.part[i].first += dz[i];
@@ -150,10 +145,9 @@ __global__ void __launch_bounds__(kTileThreads, 2)
       }
     });
     TileSums<E>(cut, place, tile, space, team, in, channel_rows, exchange);
-    float constant[kSize], linear[kSize];
+    GroupGradient terms[kSize];
     groups.ForEach([&](int i, int group) {
-      constant[i] = space.numbers[group].mean_high;
-      linear[i] = space.numbers[group].mean_low;
+      terms[i] = {space.numbers[group].mean_high, space.numbers[group].mean_low};
     });
     E* to = dx + tile.offset;
     const bool more = slab + walk.stride < walk.end;
@@ -175,7 +169,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
         });
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
-          dz[i] = gradient.slope[i] * dz[i] - constant[i] - deviation[i] * linear[i];
+          dz[i] = terms[i](gradient.slope[i], dz[i], deviation[i]);
         }
         StorePack(to, ToPack<E>(dz));
         from += place.stride;
@@ -192,10 +186,8 @@ template <typename E>
 Status LaunchResidentTileBackward(const Problem& problem, const ResidentCut& cut,
                                   const Stage& stage, const BackwardArgs& args,
                                   cudaStream_t stream) {
-  return LaunchResident(ResidentTileBackwardKernel<E>, "ResidentTileBackwardKernel", cut, stage,
-                        stream, cut, BackwardInputs<E>(problem, args),
-                        HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
-                        static_cast<E*>(args.dx));
+  return LaunchResident<E>(ResidentTileBackwardKernel<E>, "ResidentTileBackwardKernel", problem,
+                           cut, stage, args, stream);
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                     \

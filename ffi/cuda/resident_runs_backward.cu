@@ -14,9 +14,7 @@ __device__ __forceinline__ Pair<float> ReduceSegments(const ResidentCut& cut, co
   const int count = cut.items * place.owners, first = place.rank * count;
   const int size = static_cast<int>(cut.group_size);
   if (channel_rows != nullptr) {
-    Pair<float>* const row = channel_rows +
-                             (static_cast<int64_t>(run.n) * cut.team + place.rank) * cut.channels +
-                             run.first_channel;
+    Pair<float>* const row = ChannelRow(cut, channel_rows, run.n, place.rank, run.first_channel);
     for (int channel = place.thread; channel < size; channel += cut.slab_threads) {
       Pair<float> sum = {0, 0};
       const int to = min((channel + 1) * cut.segments, first + count);
@@ -66,9 +64,6 @@ struct RunGradient {
     const int channel = first_channel + segment.channel;
     return {rstd * in.scale.LoadOne(n, channel, 1.0f), in.bias.LoadOne(n, channel, 0.0f)};
   }
-  __device__ __forceinline__ void Keep(int slot, const float (&dz)[kSize]) const {
-    slots[(2 * slot + 1) * cut.threads] = ToPack<E>(dz);
-  }
   // x - mean and dz of a slot. `taken` is called when both are out of shared memory.
   template <Activation kActivation, typename Taken>
   __device__ __forceinline__ void Differentiate(int slot, const AtChannel& at,
@@ -103,9 +98,8 @@ __device__ __forceinline__ void SumSegments(const ResidentCut& cut, const RunPla
             float deviation[kSize], dz[kSize];
             gradient.template Differentiate<tag()>(first_slot + step, at, deviation, dz,
                                                    [](Pack<E>*) {});
-            if constexpr (kKeepsGradient<E> && tag() != Activation::kNone) {
-              gradient.Keep(first_slot + step, dz);
-            }
+            KeepGradient<E, tag()>(dz,
+                                   gradient.slots + (2 * (first_slot + step) + 1) * cut.threads);
             Pair<float> pack = {0, 0};
             Pair<float>& into = kTwoLevels<E> ? pack : sums;
             ForElements<kSize>(from, to, [&](int i) {
@@ -163,8 +157,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
     const Pair<float> total = SlabSum(
         cut, ReduceSegments(cut, place, run, in.scale, gradient.rstd, segments, channel_rows),
         warp_sums, team, exchange);
-    const float constant = gradient.rstd * (total.first * cut.share);
-    const float linear = gradient.rstd * (total.second * cut.share) * gradient.rstd;
+    const GroupGradient terms = GroupGradient::Of(total, gradient.rstd, cut.share);
     const Run<kSize> now = run;
     const bool more = slab + walk.stride < walk.end;
     if (more) {
@@ -190,7 +183,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
                   });
 #pragma unroll
               for (int i = 0; i < kSize; ++i) {
-                dz[i] = at.slope * dz[i] - constant - deviation[i] * linear;
+                dz[i] = terms(at.slope, dz[i], deviation[i]);
               }
               return ToPack<E>(dz);
             };
@@ -214,10 +207,8 @@ __global__ void __launch_bounds__(kRunThreads, 2)
 template <typename E>
 Status LaunchResidentRunBackward(const Problem& problem, const ResidentCut& cut, const Stage& stage,
                                  const BackwardArgs& args, cudaStream_t stream) {
-  return LaunchResident(ResidentRunBackwardKernel<E>, "ResidentRunBackwardKernel", cut, stage,
-                        stream, cut, BackwardInputs<E>(problem, args),
-                        HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
-                        static_cast<E*>(args.dx));
+  return LaunchResident<E>(ResidentRunBackwardKernel<E>, "ResidentRunBackwardKernel", problem, cut,
+                           stage, args, stream);
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                    \

@@ -108,11 +108,8 @@ __global__ void __launch_bounds__(kRunThreads, 2)
 template <typename E>
 Status LaunchResidentRunForward(const Problem& problem, const ResidentCut& cut, const Stage& stage,
                                 const ForwardArgs& args, cudaStream_t stream) {
-  return LaunchResident(ResidentRunForwardKernel<E>, "ResidentRunForwardKernel", cut, stage, stream,
-                        cut, static_cast<const E*>(args.x), ScaleOf(problem, args),
-                        BiasOf(problem, args), static_cast<float>(args.epsilon), problem.activation,
-                        static_cast<float*>(args.mean), static_cast<float*>(args.rstd),
-                        static_cast<E*>(args.y));
+  return LaunchResident<E>(ResidentRunForwardKernel<E>, "ResidentRunForwardKernel", problem, cut,
+                           stage, args, stream);
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                   \

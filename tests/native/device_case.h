@@ -157,17 +157,16 @@ class DeviceCase {
                       or_null(p.scale, dscale_),
                       or_null(p.bias, dbias_),
                       backward_space_->data()};
-    const auto result = [](Buffer* buffer) { return buffer->data(); };
     moments_args_ = {x_->data(), nullptr,
                      nullptr,    0,
-                     nullptr,    result(moments_results_[0]),
+                     nullptr,    moments_results_[0]->data(),
                      nullptr,    moments_space_->data()};
-    moments_args_.mean_low = result(moments_results_[1]);
-    moments_args_.variance = result(moments_results_[2]);
+    moments_args_.mean_low = moments_results_[1]->data();
+    moments_args_.variance = moments_results_[2]->data();
     channel_args_ = backward_args_;
     channel_args_.dx = nullptr;
-    channel_args_.dbias = result(channel_results_[0]);
-    channel_args_.dscale = result(channel_results_[1]);
+    channel_args_.dbias = channel_results_[0]->data();
+    channel_args_.dscale = channel_results_[1]->data();
     channel_args_.workspace = channel_space_->data();
     HARNESS_CUDA(cudaDeviceSynchronize());
   }
