@@ -60,9 +60,7 @@ class _Plan:
     deterministic: bool = True  # nor do the bits depend on the number of threads or devices
 
     op = ""
-    sums_only = (
-        False  # of the op's two steps only the sums, of this device's share of the positions
-    )
+    sums_only = False  # of the op's steps only the sums, of this device's share of the positions
 
     @property
     def dtype(self) -> str:
@@ -84,9 +82,10 @@ class _Plan:
         """The type in which each element is computed."""
         return self.problem.accumulator
 
-    @property
-    def _preference(self) -> str:
-        return self.preference or "auto"
+    def _target(self, function, *arrays, **options):
+        """What `function` of _ffi computes, as planned."""
+        options |= {"family": self.preference or "auto", "workspace_bytes": self.workspace_bytes}
+        return function(self.problem, *arrays, **options)
 
     def __str__(self) -> str:
         p = self.problem
@@ -142,15 +141,7 @@ class ForwardPlan(_Plan):
 
     def call(self, x, scale, bias, *, epsilon: float):
         """`run` without the checks, on whatever platform is being lowered."""
-        return _ffi.forward(
-            self.problem,
-            x,
-            scale,
-            bias,
-            epsilon=epsilon,
-            family=self._preference,
-            workspace_bytes=self.workspace_bytes,
-        )
+        return self._target(_ffi.forward, x, scale, bias, epsilon=epsilon)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,17 +178,7 @@ class BackwardPlan(_Plan):
 
     def call(self, dy, x, scale, bias, mean, rstd):
         """`run` without the checks, on whatever platform is being lowered."""
-        return _ffi.backward(
-            self.problem,
-            dy,
-            x,
-            scale,
-            bias,
-            mean,
-            rstd,
-            family=self._preference,
-            workspace_bytes=self.workspace_bytes,
-        )
+        return self._target(_ffi.backward, dy, x, scale, bias, mean, rstd)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,9 +190,7 @@ class MomentsPlan(_Plan):
 
     def call(self, x):
         """(mean, what its rounding left, variance), each `[N, G]`."""
-        return _ffi.moments(
-            self.problem, x, family=self._preference, workspace_bytes=self.workspace_bytes
-        )
+        return self._target(_ffi.moments, x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,17 +202,7 @@ class ChannelSumsPlan(_Plan):
 
     def call(self, dy, x, scale, bias, mean, rstd):
         """The sums of dz and of dz * xhat, each `[N, C]`."""
-        return _ffi.channel_sums(
-            self.problem,
-            dy,
-            x,
-            scale,
-            bias,
-            mean,
-            rstd,
-            family=self._preference,
-            workspace_bytes=self.workspace_bytes,
-        )
+        return self._target(_ffi.channel_sums, dy, x, scale, bias, mean, rstd)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -73,13 +73,12 @@ def backward(
     `channel_sums`: what takes the place of `local_channel_sums`, a function of the six arrays.
     """
     arrays = (dy, x, scale, bias, mean, rstd)
-    wide = _wide(problem, *arrays)
-    local = local_channel_sums(problem, *wide) if channel_sums is None else channel_sums(*arrays)
+    dz, xhat, weight = _dz(problem, *_wide(problem, *arrays))
+    local = _over_positions(problem, dz, xhat) if channel_sums is None else channel_sums(*arrays)
     total, count = local, max(problem.spatial * problem.group_size, 1)
     if across is not None:
         total = _across(jax.lax.psum, local, across)
         count *= _across(jax.lax.psum, 1, across)
-    dz, xhat, weight = _dz(problem, *wide)
     _, within, _ = _axes(problem)
     p, q = (
         jnp.sum(weight * _parameter_view(problem, value), within, keepdims=True) / count
@@ -117,8 +116,12 @@ def local_moments(problem: Problem, x):
 
 def local_channel_sums(problem: Problem, *arrays):
     """The sums of dz and of dz * xhat over the positions, each [N, C]; arrays as backward's."""
-    spatial, _, _ = _axes(problem)
     dz, xhat, _ = _dz(problem, *arrays)
+    return _over_positions(problem, dz, xhat)
+
+
+def _over_positions(problem: Problem, dz, xhat):
+    spatial, _, _ = _axes(problem)
     shape = (problem.n, problem.channels)
     return tuple(jnp.sum(value, spatial).reshape(shape) for value in (dz, dz * xhat))
 

@@ -128,14 +128,8 @@ def _backward(call: Call):
         folded = dataclasses.replace(
             folded, problem=folded.problem.with_wide_parameters(per_sample=True)
         )
-        dy, mean, rstd = (
-            _fold(size, is_mapped, value)
-            for is_mapped, value in zip(
-                (batched[0], batched[4], batched[5]), (dy, mean, rstd), strict=True
-            )
-        )
-        batched = (batched[1], batched[2], batched[3])
-        x, scale, bias = _fold_arrays(call, size, batched, x, scale, bias, per_sample=True)
+        dy, mean, rstd = _fold_each(size, (batched[0], *batched[4:]), dy, mean, rstd)
+        x, scale, bias = _fold_arrays(call, size, batched[1:4], x, scale, bias, per_sample=True)
         acc = call.problem.accumulator
         scale, bias = (p if p is None else p.astype(acc) for p in (scale, bias))
         dx, dscale, dbias = backward(folded, dy, x, scale, bias, mean, rstd)
@@ -169,13 +163,8 @@ def _channel_sums(call: Call):
     @mapped.def_vmap
     def rule(size, batched, dy, x, scale, bias, mean, rstd):
         folded = _fold_problem(call, size, batched[2], batched[3])
+        dy, mean, rstd = _fold_each(size, (batched[0], *batched[4:]), dy, mean, rstd)
         x, scale, bias = _fold_arrays(call, size, batched[1:4], x, scale, bias)
-        dy, mean, rstd = (
-            _fold(size, is_mapped, value)
-            for is_mapped, value in zip(
-                (batched[0], batched[4], batched[5]), (dy, mean, rstd), strict=True
-            )
-        )
         sums = _channel_sums(folded)(dy, x, scale, bias, mean, rstd)
         return tuple(_unfold(call, size, s) for s in sums), (True, True)
 
@@ -217,6 +206,10 @@ def _fold_arrays(call: Call, size, batched, x, scale, bias, *, per_sample=False)
         parameter(scale, p.scale, batched[1]),
         parameter(bias, p.bias, batched[2]),
     )
+
+
+def _fold_each(size: int, batched, *values):
+    return tuple(_fold(size, b, value) for b, value in zip(batched, values, strict=True))
 
 
 def _fold(size: int, is_mapped: bool, value):

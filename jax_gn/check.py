@@ -15,6 +15,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,11 @@ def main() -> int:
 def collect(*, timed: bool = True) -> dict:
     """The report: versions, modules, devices with self-test and times, and the verdict."""
     report = {
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {
+            "python": platform.python_version(),
+            **installed_versions(_PACKAGES),
+            "jax": jax.__version__,
+        },
         "ffi_runtime": None,
         "default_backend": None,
         "modules": {},
@@ -106,14 +111,15 @@ def _device_in_words(device: dict) -> list[str]:
     return lines
 
 
-def _versions() -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
     found = {}
-    for name in _PACKAGES:
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found | {"jax": jax.__version__}
+    return found
 
 
 def _module_state(name: str) -> dict:
