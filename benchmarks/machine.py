@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import pathlib
 import platform
 import shutil
 import subprocess
+
+from jax_gn.check import installed_versions
 
 PACKAGES = ("jax", "jaxlib", "jax_gn", "flax", "numpy", "torch", "triton", "liger_kernel")
 
@@ -20,19 +21,9 @@ def describe(backend: str) -> dict:
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        **versions(),
+        **installed_versions(PACKAGES),
     }
     return about | (gpu() if backend == "cuda" else {})
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def gpu() -> dict[str, str]:

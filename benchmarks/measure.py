@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, timing
-from benchmarks.problems import Case
-
-# By the 2-norm: what differs by more from the exact Flax's isn't the same function.
-ROUNDING = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 3e-2, "float16": 5e-3}
+from benchmarks.problems import ROUNDING, Case
 
 
 def measure(case: Case, families: list[str], *, seconds: float) -> dict:
@@ -21,9 +18,7 @@ def measure(case: Case, families: list[str], *, seconds: float) -> dict:
 
     Raises SystemExit where a candidate's results are wrong: a fast wrong kernel is worth nothing.
     """
-    # Inputs of a forward pass are x alone.
-    inputs = 2 if case.direction == "both" else 1
-    count = timing.turns(inputs * case.tensor_bytes) if case.platform == "cuda" else 1
+    count = timing.turns(case.input_bytes) if case.platform == "cuda" else 1
     sets = [_inputs(case, seed) for seed in range(count)]
     steps = peers.of_case(case, families)
     compiled = {name: step.lower(*sets[0]).compile() for name, step in steps.items()}

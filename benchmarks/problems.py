@@ -11,6 +11,9 @@ _FILE = pathlib.Path(__file__).with_name("shapes.json")
 EPSILON = 1e-6
 LAYOUTS = ("channels_last", "channels_first")
 PASSES = ("forward", "both")
+# What differs by more from the truth, by the 2-norm, isn't the same function. (16-bit types round
+# between norm and activation.)
+ROUNDING = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 3e-2, "float16": 5e-3}
 # Tensors of x's size that a pass must move: x, y forward; dy, x, dx backward.
 TENSORS = {"forward": 2, "both": 5}
 # A CPU needs no larger tensor to leave its caches, and XLA's step takes seconds beyond.
@@ -61,6 +64,11 @@ class Case:
     def tensor_bytes(self) -> int:
         sizes = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
         return self.problem.elements * sizes[self.dtype]
+
+    @property
+    def input_bytes(self) -> int:
+        """Of a call's tensors: x, and dy where there is a backward pass."""
+        return self.tensor_bytes * (2 if self.direction == "both" else 1)
 
     def row(self) -> dict:
         """How a result names it."""

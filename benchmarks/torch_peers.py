@@ -14,12 +14,10 @@ import sys
 import traceback
 
 from benchmarks import problems, timing
-from benchmarks.problems import EPSILON, Case
+from benchmarks.problems import EPSILON, ROUNDING, Case
 
 SECONDS = 1.0  # a case, on a CPU
 CHUNK = 2**25  # elements that are float64 at a time
-# Against the formula in float64; 16-bit types round between norm and activation.
-ROUNDING = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 3e-2, "float16": 5e-3}
 
 
 def installed() -> bool:
@@ -66,8 +64,7 @@ def measure(case: Case) -> dict:
     import torch  # pyright: ignore[reportMissingImports]
 
     device = "cuda" if case.platform == "cuda" else "cpu"
-    inputs = 2 if case.direction == "both" else 1
-    count = timing.turns(inputs * case.tensor_bytes) if device == "cuda" else 1
+    count = timing.turns(case.input_bytes) if device == "cuda" else 1
     sets = [_inputs(case, seed, device) for seed in range(count)]
     expected = truth(case, *sets[0])
     candidates = {}

@@ -154,13 +154,16 @@ def normalized(x: np.ndarray, num_groups: int, epsilon: float) -> np.ndarray:
 class _View:
     """x as [N, spatial, G, D] and back; parameters as [N or 1, 1, G, D]."""
 
-    def __init__(self, shape, channel_axis: int, num_groups: int, wide: type):
+    def __init__(self, x: np.ndarray, channel_axis: int, num_groups: int):
+        shape = x.shape
         self.channels = shape[channel_axis]
-        self.axis, self.wide = channel_axis, wide
+        self.axis, self.wide = channel_axis, wide_type(x.dtype)
+        self.accumulator = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
         axis = channel_axis % len(shape)
         self.last = (*shape[:axis], *shape[axis + 1 :], self.channels)
         self.groups = (num_groups, self.channels // num_groups)
         self.n, self.spatial = shape[0], math.prod(self.last[1:-1])
+        self.count = max(self.spatial * self.groups[1], 1)  # elements of a group
 
     def split(self, x) -> np.ndarray:
         last = np.moveaxis(np.asarray(x), self.axis, -1).astype(np.float64).astype(self.wide)
@@ -209,10 +212,8 @@ def expected(
 ) -> dict[str, Expected]:
     """y, mean, rstd and, with dy, dx, dscale, dbias (absent where their parameter is)."""
     x = np.asarray(x)
-    wide = wide_type(x.dtype)
-    acc = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-    view = _View(x.shape, channel_axis, num_groups, wide)
-    count = max(view.spatial * view.groups[1], 1)
+    view = _View(x, channel_axis, num_groups)
+    wide, acc, count = view.wide, view.accumulator, view.count
     xg, s, b = view.split(x), view.parameter(scale, 1), view.parameter(bias, 0)
 
     mean = xg.sum((1, 3), keepdims=True) / count
@@ -279,10 +280,8 @@ def expected_sums(
     The last two with the mean and rstd given, which other shards have made what they are.
     """
     x = np.asarray(x)
-    wide = wide_type(x.dtype)
-    acc = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-    view = _View(x.shape, channel_axis, num_groups, wide)
-    count = max(view.spatial * view.groups[1], 1)
+    view = _View(x, channel_axis, num_groups)
+    wide, acc, count = view.wide, view.accumulator, view.count
     xg, s, b = view.split(x), view.parameter(scale, 1), view.parameter(bias, 0)
     own = xg.sum((1, 3), keepdims=True) / count
     var = np.square(xg - own).sum((1, 3), keepdims=True) / count
