@@ -193,3 +193,15 @@ def test_one_version_everywhere():
     assert f"jax>={oldest}" in project["dependencies"]
     extras = project["optional-dependencies"]
     assert f"jax-gn-cuda13=={jax_gn.__version__}" in extras["cuda13"]
+
+
+def test_import_costs_little():
+    """Beyond `import jax`: less than 50 ms of processor time, the best of 3."""
+    code = """
+        import time
+        import jax
+        begin = time.process_time()
+        import jax_gn
+        print(time.process_time() - begin)
+        """
+    assert min(float(_python(code)) for _ in range(3)) < 0.050
