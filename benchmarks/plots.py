@@ -49,7 +49,7 @@ def main() -> None:
 def with_table(page: str, rows: list[dict]) -> str:
     """The page with the table of these rows between its marks."""
     begin, _, rest = page.partition(MARK)
-    return f"{begin}{MARK}\n{table(rows)}\n{END}{rest.partition(END)[2]}"
+    return f"{begin}{MARK}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}"
 
 
 def draw(results: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
