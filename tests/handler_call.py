@@ -25,7 +25,7 @@ DTYPES = {
     "pred": (1, 1),
     "float8_e4m3fn": (20, 1),
     "token": (17, 0),
-    "unheard of": (99, 1),
+    "unheard of": (63, 1),  # the largest that the enumeration may hold
 }
 EXECUTE, BUFFER, SCALAR, STRING = 3, 1, 3, 4
 P, I64, SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
@@ -128,7 +128,8 @@ def call(capsule, operands: list[Buffer], results: list[Buffer], attributes: dic
         setattr(frame, field, _list(keep, Operands, [BUFFER] * len(raw), raw))
     items = sorted(attributes.items())  # as XLA has them
     names = [Span(name.encode(), len(name)) for name, _ in items]
-    types, values = zip(*(_attribute(keep, value) for _, value in items), strict=True)
+    typed = [_attribute(keep, value) for _, value in items]
+    types, values = [kind for kind, _ in typed], [value for _, value in typed]
     keep += [names, values]
     frame.attrs = _list(keep, Attrs, types, values, names)
     _handler(capsule)(ctypes.byref(frame))

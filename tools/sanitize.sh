@@ -44,7 +44,8 @@ h.call(f._handlers()['forward'], operands, results, attributes)" >"$work/planted
     echo "asan did not find it" >&2
     exit 1
   }
-  under -m pytest -q -p no:cacheprovider -p no:faulthandler tests/test_fuzz.py tests/test_ffi.py \
+  # -s: a report must not end in a capture that dies with the process.
+  under -m pytest -q -s -p no:cacheprovider -p no:faulthandler tests/test_fuzz.py tests/test_ffi.py \
     tests/test_shapes.py tests/test_threads.py -k "not any_call and not number_of_threads"
 }
 
