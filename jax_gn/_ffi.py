@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._problem import Problem
+from ._version import __version__
 
 _VERSION = 1
 TARGETS = {
@@ -28,8 +29,13 @@ TARGETS = {
     "moments": f"jax_gn.moments.v{_VERSION}",
     "channel_sums": f"jax_gn.channel_sums.v{_VERSION}",
 }
-# platform -> (compiled module, the name XLA registers its handlers under)
-_MODULES = {"cpu": ("jax_gn._cpu", "cpu"), "cuda": ("jax_gn._cuda", "CUDA")}
+# platform -> (compiled modules, of which the first that is there serves; the name XLA registers
+# their handlers under). The CUDA module is ours where the package was built with it, else that of a
+# companion package: `pip install 'jax_gn[cuda13]'`.
+_MODULES = {
+    "cpu": (("jax_gn._cpu",), "cpu"),
+    "cuda": (("jax_gn._cuda", "jax_gn_cuda13._cuda", "jax_gn_cuda12._cuda"), "CUDA"),
+}
 PLATFORMS = tuple(_MODULES)
 
 
@@ -50,17 +56,32 @@ def module(platform: str) -> ModuleType | None:
     """
     if platform not in _MODULES:
         return None
-    name, xla_platform = _MODULES[platform]
-    try:
-        loaded = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
+    names, xla_platform = _MODULES[platform]
+    loaded = next((found for name in names if (found := _import(name)) is not None), None)
+    if loaded is None:
         return None
     _check_version(loaded)
     for target, handler in loaded.registrations().items():
         jax.ffi.register_ffi_target(TARGETS[target], handler, platform=xla_platform)
     return loaded
+
+
+def _import(name: str) -> ModuleType | None:
+    """The module of that name; None where it, or the package that it would be in, is not there."""
+    package = name.partition(".")[0]
+    try:
+        companion = importlib.import_module(package)
+        if companion.__version__ != __version__:
+            raise ImportError(
+                f"{package} {companion.__version__} is for jax_gn {companion.__version__}, and "
+                f"this is jax_gn {__version__}: write `pip install "
+                f"'jax_gn[{package.removeprefix('jax_gn_')}]=={__version__}'`"
+            )
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in (name, package):
+            raise
+        return None
 
 
 def planner() -> ModuleType:

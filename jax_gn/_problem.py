@@ -27,7 +27,8 @@ ACCUMULATORS = {
 ACTIVATIONS = (None, "silu", "relu", "gelu", "leaky_relu")
 ALIASES = {"swish": "silu"}
 MIN_RANK, MAX_RANK = 2, 8
-MAX_ELEMENTS = 2**60  # byte counts stay within 64 bits
+# Sizes of 0 count as 1. Byte counts of all that a plan adds up stay within 64 bits; as in decode.h.
+MAX_ELEMENTS = 2**50
 # The num_groups of instance norm: as many groups as channels.
 ONE_CHANNEL_A_GROUP = object()
 
@@ -133,8 +134,8 @@ def make_problem(
     channels = shape[axis]
     if channels == 0:
         raise ValueError(f"x has no channels: shape {shape}, channel_axis {channel_axis}")
-    if math.prod(d for d in shape if is_static(d)) > MAX_ELEMENTS:
-        raise ValueError(f"x must have at most 2**60 elements, got shape {shape}")
+    if math.prod(max(d, 1) for d in shape if is_static(d)) > MAX_ELEMENTS:
+        raise ValueError(f"x must have at most 2**50 elements, got shape {shape}")
     groups = channels
     if num_groups is not ONE_CHANNEL_A_GROUP:
         groups = _integer("num_groups", num_groups)

@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -17,8 +18,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
 from benchmarks import __main__ as program  # noqa: E402
-from benchmarks import measure, peers, problems, timing  # noqa: E402
+from benchmarks import accuracy, measure, peers, plots, problems, timing  # noqa: E402
 from benchmarks.problems import Case  # noqa: E402
+
+import numerics  # noqa: E402
 
 SMALL = problems.NamedProblem("small", (3, 6, 5, 24), 4, "silu", "none")
 
@@ -165,3 +168,65 @@ def test_the_program(tmp_path):
     assert written["machine"]["platform"] == "cpu" and written["machine"]["jax"] == jax.__version__
     (row,) = written["rows"]
     assert row["pass"] == "forward" and row["temp_bytes"]["ours"] >= 0
+
+
+def test_accuracy_row():
+    """Ours stays at rounding where Flax's default does not; the table shows the worst group."""
+    rows = [accuracy.row("float32", g, 1e4, shape=(2, 8, 8, 16)) for g in (16, 2)]
+    for row in rows:
+        assert row["errors"]["jax_gn"]["y"] < 1e-6 < 1e-3 < row["errors"]["flax"]["y"]
+        assert row["ratio"] == pytest.approx(1e4, rel=0.1)
+        assert set(row["errors"]["jax_gn"]) == {"y", "dx", "dscale", "dbias"}
+    worst = max(row["errors"]["flax"]["y"] for row in rows)
+    assert f" {worst:.1e} |" in accuracy.table(rows)
+
+
+def test_accuracy_of_constant_groups():
+    """bfloat16 near 1e6 is constant: the gradient of its scale is 0, and so is the error."""
+    errors = accuracy.row("bfloat16", 2, 1e6, shape=(2, 8, 8, 16))["errors"]["jax_gn"]
+    assert errors["y"] == errors["dscale"] == 0.0
+
+
+def test_accuracy_truth_is_the_suites():
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((2, 2, 7, 12)).astype("float32")
+    scale, bias = rng.standard_normal((2, 12)).astype("float32")
+    want = numerics.expected(x, scale, bias, dy, num_groups=3, epsilon=problems.EPSILON)
+    wide = [a.astype(np.float64) for a in (x, scale, bias, dy)]
+    for name, got in accuracy.truth(*wide, groups=3).items():
+        np.testing.assert_allclose(got, want[name].truth, rtol=1e-9, atol=1e-9)
+
+
+def test_plots(tmp_path):
+    """Every figure is drawn from JSON, also where a candidate is missing in some rows."""
+    row = _case().row() | {"temp_bytes": {"ours": 0, "flax": 10**6, "flax_exact": 10**6}}
+    times = {"median": 1e-3, "low": 1e-3, "high": 1e-3, "rounds": 5}
+    some = dict.fromkeys(("ours", "flax", "copy"), times)
+    rows = [row | {"seconds": some}, row | {"problem": "b", "seconds": some | {"torch": times}}]
+    written = {"machine": {"cpu": "one"}, "rows": rows}
+    (tmp_path / "cpu.json").write_text(json.dumps(written))
+    errors = {name: {"y": 0.0, "dx": 1e-3} for name in ("jax_gn", "flax")}
+    errors = [{"dtype": "float32", "offset": o, "errors": errors} for o in (0.0, 1e3)]
+    (tmp_path / "accuracy.json").write_text(json.dumps({"rows": errors}))
+    files = plots.draw(tmp_path, tmp_path / "out")
+    assert [f.name for f in files] == [
+        "bandwidth_cpu.png",
+        "speedup_cpu.png",
+        "memory_cpu.png",
+        "accuracy.png",
+    ]
+    assert all(f.read_bytes().startswith(b"\x89PNG") for f in files)
+
+
+def test_the_accuracy_table_of_the_docs():
+    """It is that of the JSON beside it."""
+    rows = json.loads(accuracy.RESULTS.read_text())["rows"]
+    page = plots.PAGE.read_text()
+    assert plots.with_table(page, rows) == page and accuracy.table(rows) in page
+
+
+def test_plots_of_the_docs_exist():
+    """Every picture that a page shows is there."""
+    for page in (ROOT / "docs").glob("*.md"):
+        for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text()):
+            assert (page.parent / path).is_file(), f"{page}: {path}"

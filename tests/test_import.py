@@ -77,8 +77,14 @@ def test_versions_of_this_installation():
 
 
 def _import_error(monkeypatch, error):
+    """The CUDA module raises it, and there is no companion package."""
+
     def import_module(name):
-        raise error
+        if name == "jax_gn._cuda":
+            raise error
+        if name.startswith("jax_gn_cuda"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return importlib.import_module(name)
 
     monkeypatch.setattr(_ffi, "importlib", types.SimpleNamespace(import_module=import_module))
 
@@ -100,6 +106,50 @@ def test_broken_build_surfaces(monkeypatch, error):
     with pytest.raises(ImportError) as raised:
         _ffi.module.__wrapped__("cuda")
     assert raised.value is error
+
+
+@pytest.fixture
+def companion(tmp_path, monkeypatch):
+    """A function that makes a package jax_gn_cuda13 of a version, and no other CUDA module."""
+
+    def make(version, code="ffi_api_version = (0, 1)\ndef registrations(): return {}\n"):
+        package = tmp_path / "jax_gn_cuda13"
+        package.mkdir()
+        (package / "__init__.py").write_text(f"__version__ = {version!r}\n")
+        (package / "_cuda.py").write_text(code)
+
+    names = _ffi._MODULES["cuda"][0][1:]
+    assert names[0] == "jax_gn_cuda13._cuda"
+    monkeypatch.setitem(_ffi._MODULES, "cuda", (names, "CUDA"))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield make
+    for name in [name for name in sys.modules if name.startswith("jax_gn_cuda")]:
+        del sys.modules[name]
+
+
+def test_a_companion_package_serves(companion):
+    companion(jax_gn.__version__)
+    assert _ffi.module.__wrapped__("cuda").__name__ == "jax_gn_cuda13._cuda"
+
+
+def test_no_companion_package(companion):
+    assert _ffi.module.__wrapped__("cuda") is None
+
+
+def test_a_companion_package_of_another_version(companion):
+    companion("0.0.7")
+    with pytest.raises(
+        ImportError, match=r"is for jax_gn 0.0.7, and this.*'jax_gn\[cuda13\]=="
+    ) as e:
+        _ffi.module.__wrapped__("cuda")
+    assert jax_gn.__version__ in str(e.value)
+
+
+def test_a_broken_companion_package(companion):
+    """What its module lacks surfaces; it isn't taken for a package that is not there."""
+    companion(jax_gn.__version__, "import a_library_that_is_not_there")
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
+        _ffi.module.__wrapped__("cuda")
 
 
 def test_unknown_platform_has_no_module():
@@ -141,3 +191,17 @@ def test_one_version_everywhere():
     assert f"\nversion: {jax_gn.__version__}\n" in citation
     oldest = ".".join(map(str, _version.OLDEST_JAX))
     assert f"jax>={oldest}" in project["dependencies"]
+    extras = project["optional-dependencies"]
+    assert f"jax-gn-cuda13=={jax_gn.__version__}" in extras["cuda13"]
+
+
+def test_import_costs_little():
+    """Beyond `import jax`: less than 50 ms of processor time, the best of 3."""
+    code = """
+        import time
+        import jax
+        begin = time.process_time()
+        import jax_gn
+        print(time.process_time() - begin)
+        """
+    assert min(float(_python(code)) for _ in range(3)) < 0.050

@@ -37,10 +37,10 @@ inline constexpr int64_t kBackwardBlocks = 2048;
 JAX_GN_HOST_DEVICE constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t AlignUp(int64_t a, int64_t multiple) { return CeilDiv(a, multiple) * multiple; }
 
-// The largest power of two <= a.
+// The largest power of two <= a, and <= 2^30.
 constexpr int PowerOfTwoBelow(int64_t a) {
   int power = 1;
-  while (2 * static_cast<int64_t>(power) <= a) power *= 2;
+  while (power < 1 << 30 && power <= a / 2) power *= 2;
   return power;
 }
 

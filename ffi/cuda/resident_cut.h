@@ -144,7 +144,7 @@ inline ResidentCut CutSegments(const Problem& problem, int lanes, int warps, int
 inline ResidentCut CutPacks(const Problem& problem, int threads, int team) {
   const int64_t pack = ResidentPack(problem), elements = problem.group_elements();
   ResidentCut cut = ResidentBase(problem, team);
-  if (elements % pack != 0 || problem.spatial < pack || elements > INT32_MAX / 2) return {};
+  if (elements % pack != 0 || problem.spatial < pack) return {};
   cut.threads = cut.slab_threads = threads;
   cut.steps = static_cast<int>(CeilDiv(elements / pack, static_cast<int64_t>(threads) * team));
   cut.step_channels = static_cast<int>(threads * pack / problem.spatial);
@@ -181,6 +181,7 @@ template <typename Visit>
 void ForResidentCuts(const Problem& problem, const DeviceLimits& device, Visit visit) {
   const int64_t pack = ResidentPack(problem);
   if (problem.dtype == DType::kFloat64 || problem.spatial < 2) return;
+  if (problem.group_elements() > INT32_MAX / 2) return;  // no chip holds it, no int counts it
   const auto offer = [&](const ResidentCut& cut) {
     if (cut.valid() && Fits(cut, device)) visit(cut);
   };
@@ -203,7 +204,8 @@ void ForResidentCuts(const Problem& problem, const DeviceLimits& device, Visit v
   // Whole groups, whole 32-byte sectors.
   const int64_t least = std::lcm(std::lcm(problem.group_size(), pack), 32 / SizeOf(problem.dtype));
   if (problem.channels % pack != 0) return;
-  for (int64_t tile = least; tile <= problem.channels; tile += least) {
+  const int64_t most = std::min(problem.channels, kTileThreads * pack);
+  for (int64_t tile = least; tile <= most; tile += least) {
     const int64_t tile_packs = tile / pack;
     if (problem.channels % tile != 0) continue;
     if (tile_packs * kPackBytes < 128 && tile < problem.channels) continue;
