@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that needs a GPU, for any machine that has one, with nvcc on the PATH and a python3 that holds
-# jax with CUDA, flax, nanobind, scikit-build-core, cmake, ninja, pytest and pytest-xdist. Nothing is
-# downloaded or installed: the build lands in build/gpu.
+# jax with CUDA, flax, nanobind, scikit-build-core, cmake, ninja, pytest, pytest-xdist and hypothesis.
+# Nothing is downloaded or installed: the build lands in build/gpu.
 #
 #   tools/gpu.sh [build] [native] [test] [sanitize] [time]      all of them by default; build first
 #
