@@ -10,6 +10,7 @@ def instruction_set() -> str: ...
 def plan(
     *,
     op: str,
+    sums_only: bool,
     dtype: str,
     layout: str,
     activation: str,
