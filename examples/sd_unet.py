@@ -1,7 +1,7 @@
 """A U-Net of Stable Diffusion 1.5's shape, trained with four norms: what does GroupNorm cost?
 
     python examples/sd_unet.py                                        # on a GPU: batch 8, 64x64
-    python examples/sd_unet.py --width 32 --batch 1 --size 16 --steps 3     # tiny, on any machine
+    python examples/sd_unet.py --width 32 --batch 1 --size 16 --turns 2     # tiny, on any machine
 
 320/640/1280/1280 channels, 2 residual blocks a level (3 on the way up), skip concatenations, a time
 embedding added before each second norm; no attention. The norm and silu of a block are, by turns:
@@ -11,8 +11,10 @@ embedding added before each second norm; no attention. The norm and silu of a bl
     fused     jax_gn.nnx.GroupNorm(activation="silu")
     none      silu alone: what remains of the step is not the norm's
 
-All in one run: each step is compiled, then they take turns, and the median counts. Prints a table
-and writes JSON; --hlo DIR keeps the optimized HLO and counts transposes and copies at our calls.
+All in one run: each step is compiled, then they take turns, some steps each as a training loop runs
+them, without waiting between; the median counts. Prints a table and writes JSON. --trace tells what
+the device did in a step; --hlo DIR keeps the optimized HLO and counts transposes and copies at our
+calls.
 """
 
 import argparse
@@ -38,7 +40,9 @@ except ModuleNotFoundError:  # see adam()
 
 jax.config.update("jax_default_prng_impl", "rbg")  # compiles faster than threefry
 LATENT_CHANNELS, LEARNING_RATE = 4, 1e-4
-LAYOUT_CHANGES = runpy.run_path(str(Path(__file__).with_name("hlo_layouts.py")))["layout_changes"]
+HERE = Path(__file__).parent
+LAYOUT_CHANGES = runpy.run_path(str(HERE / "hlo_layouts.py"))["layout_changes"]
+DEVICE_TIME = runpy.run_path(str(HERE / "device_time.py"))["device_time"]
 VARIANTS = ("flax", "unfused", "fused", "none")
 
 
@@ -169,17 +173,19 @@ class Run:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
-    def advance(self, batch) -> None:
+    def advance(self, batch, steps: int) -> None:
+        """So many steps, of which the device begins one while the last one runs."""
         start = time.perf_counter()
-        self.state, loss = jax.block_until_ready(self.step(self.state, *batch))
-        self.seconds.append(time.perf_counter() - start)
-        self.losses.append(float(loss))
+        for _ in range(steps):
+            self.state, loss = self.step(self.state, *batch)
+        self.losses.append(float(jax.block_until_ready(loss)))
+        self.seconds.append((time.perf_counter() - start) / steps)
 
     def summary(self) -> dict:
         memory = self.step.memory_analysis()
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes
         whole = held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-        # The first two steps warm up.
+        # The first two turns warm up.
         low, median, high = statistics.quantiles(self.seconds[2:] or self.seconds * 2, n=4)
         return {
             "step_ms": 1e3 * median,
@@ -226,10 +232,12 @@ def prepare(variant: str, dtype: str, options, batch) -> Run:
 def measure(dtype: str, options, batch) -> dict:
     """All variants of one dtype in turns: {variant: numbers}."""
     runs = [prepare(variant, dtype, options, batch) for variant in options.variants]
-    for i in range(options.steps + 2):
+    for i in range(options.turns + 2):
         for run in runs if i % 2 else reversed(runs):
-            run.advance(batch)
+            run.advance(batch, options.steps)
     table = {run.name: run.summary() for run in runs}
+    for run in runs if options.trace else ():
+        table[run.name]["device"] = DEVICE_TIME(partial(run.advance, batch), options.trace)
     for run in runs if options.hlo else ():
         options.hlo.mkdir(parents=True, exist_ok=True)
         path = options.hlo / f"{dtype}-{run.name}.txt"
@@ -255,6 +263,16 @@ def show(dtype: str, table: dict) -> None:
         print(f"temporary memory {temp:+.0%} against no norms")
 
 
+def show_device(table: dict) -> None:
+    """Device milliseconds of a step by kind of kernel."""
+    kinds = list(next(iter(table.values()))["device"]["ms"])
+    print("\non the device, ms" + "".join(f"{kind:>11}" for kind in (*kinds, "idle", "kernels")))
+    for name, row in table.items():
+        device = row["device"]
+        numbers = "".join(f"{device['ms'][kind]:11.2f}" for kind in kinds)
+        print(f"{name:17}{numbers}{device['idle_ms']:11.2f}{device['kernels']:11}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What GroupNorm costs in a diffusion U-Net.")
     parser.add_argument("--width", type=int, default=320, help="channels of the first level")
@@ -265,7 +283,11 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="height and width of the latents")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--steps", type=int, default=30, help="timed steps of each variant")
+    parser.add_argument("--turns", type=int, default=10, help="of each variant that are timed")
+    parser.add_argument("--steps", type=int, default=5, help="of a turn")
+    parser.add_argument(
+        "--trace", type=int, default=0, help="GPU: steps to trace, by kind of kernel"
+    )
     parser.add_argument("--hlo", type=Path, help="folder for the optimized HLO of each variant")
     parser.add_argument("--out", type=Path, help="JSON; benchmarks/results/sd_unet_<platform>.json")
     options = parser.parse_args()
@@ -287,9 +309,11 @@ def main() -> None:
     for dtype in options.dtype:
         report["results"][dtype] = measure(dtype, options, (x, noise, 1000 * t))
         show(dtype, report["results"][dtype])
+        if options.trace:
+            show_device(report["results"][dtype])
     # Of all variants together, for they are all held.
     report["process_peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    results = HERE.parent / "benchmarks" / "results"
     out = options.out or results / f"sd_unet_{device.platform}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")

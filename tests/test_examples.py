@@ -35,7 +35,7 @@ def run(script: str, *arguments, folder) -> str:
 
 def test_sd_unet(tmp_path):
     size = ["--width", 32, "--multiples", 1, 2, "--blocks", 1, "--batch", 2, "--size", 8]
-    what = ["--steps", 2, "--dtype", "float32", "--hlo", tmp_path / "hlo"]
+    what = ["--turns", 1, "--steps", 2, "--dtype", "float32", "--hlo", tmp_path / "hlo"]
     out = tmp_path / "out.json"
     printed = run("sd_unet.py", *size, *what, "--out", out, folder=tmp_path)
     results = json.loads(out.read_text())["results"]["float32"]
