@@ -269,8 +269,8 @@ def _set_ours(layer, activation, implementation) -> None:
 def _promoted(layer, x):
     """(x, scale, bias) by the layer's promote_dtype.
 
-    Flax's own also rounds the parameters to `dtype`. The kernels take them as they are, which is more
-    exact and spares a small kernel for each of them in every step.
+    Flax's own also rounds the parameters to `dtype`. The kernels take them as they are, which is
+    more exact and spares a small kernel for each of them in every step.
     """
     parameters = [None if p is None else p[...] for p in (layer.scale, layer.bias)]
     promote = getattr(layer, "promote_dtype", None)  # Flax 0.12.0 has none

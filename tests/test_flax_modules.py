@@ -59,7 +59,7 @@ def test_as_good_as_flax(framework, types):
             value_and_gradients(layer(framework, source, **options), params, x, dy)
             for source in ("ours", "flax")
         )
-        # nnx promotes x beforehand; it also rounds the parameters, which is an error of Flax's here.
+        # Flax's nnx promotes x beforehand, and rounds the parameters, an error of its own here.
         seen_x = x
         if framework == "nnx" and PROMOTES:
             seen_x, *_ = flax.nnx.nn.dtypes.promote_dtype((x, *params.values()), dtype=dtype)
