@@ -185,8 +185,9 @@ class Run:
         memory = self.step.memory_analysis()
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes
         whole = held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-        # The first two turns warm up.
-        low, median, high = statistics.quantiles(self.seconds[2:] or self.seconds * 2, n=4)
+        # The first two turns warm up; a single one has no quartiles.
+        timed = self.seconds[2:] if len(self.seconds) > 3 else self.seconds
+        low, median, high = statistics.quantiles(timed, n=4)
         return {
             "step_ms": 1e3 * median,
             "step_ms_quartiles": [1e3 * low, 1e3 * high],
