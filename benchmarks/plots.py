@@ -82,10 +82,8 @@ def bandwidth(rows: list[dict], where: str):
         seconds = {key: value["median"] for key, value in row["seconds"].items()}
         return row["bytes"] / seconds[name] / (row["copy_bytes"] / seconds["copy"])
 
-    figure, panels = _panels(rows, share, ("ours", *_others(rows)))
-    for panel in panels:
-        panel.axvline(1, color="black", linewidth=0.8)
-        panel.set_xlabel("share of a copy's bandwidth")
+    figure, panels = _panels(rows, share, ("ours", *_others(rows)), "share of a copy's bandwidth")
+    _mark_one(panels)
     figure.suptitle(f"Bandwidth next to a copy, {where}")
     return figure
 
@@ -96,10 +94,8 @@ def speedup(rows: list[dict], where: str):
     def ratio(row: dict, name: str) -> float:
         return row["seconds"][name]["median"] / row["seconds"]["ours"]["median"]
 
-    figure, panels = _panels(rows, ratio, _others(rows))
-    for panel in panels:
-        panel.axvline(1, color="black", linewidth=0.8)
-        panel.set_xlabel("time over jax_gn's")
+    figure, panels = _panels(rows, ratio, _others(rows), "time over jax_gn's")
+    _mark_one(panels)
     figure.suptitle(f"How much longer others take, {where}")
     return figure
 
@@ -110,9 +106,9 @@ def memory(rows: list[dict], where: str):
     def tensors(row: dict, name: str) -> float:
         return row["temp_bytes"][name] / (row["copy_bytes"] / 2)
 
-    figure, panels = _panels(rows, tensors, ("ours", "flax"))
+    label = "temporary memory, in tensors of x's size"
+    figure, panels = _panels(rows, tensors, ("ours", "flax"), label)
     for panel in panels:
-        panel.set_xlabel("temporary memory, in tensors of x's size")
         panel.set_xlim(0, max(1.0, panel.get_xlim()[1]))  # nothing must not look like much
     figure.suptitle(f"Temporary memory of fused and unfused, {where}")
     return figure
@@ -152,9 +148,16 @@ def _others(rows: list[dict]) -> tuple[str, ...]:
     return tuple(n for n in NAMES if n != "ours" and any(n in row["seconds"] for row in rows))
 
 
-def _panels(rows: list[dict], value, names: tuple[str, ...]):
+def _mark_one(panels) -> None:
+    """A line where a ratio is 1."""
+    for panel in panels:
+        panel.axvline(1, color="black", linewidth=0.8)
+
+
+def _panels(rows: list[dict], value, names: tuple[str, ...], label: str):
     """(figure, panels): one for each type, layout and pass; a group of bars for each problem.
 
+    `value(row, name)` is a bar's length, of which `label` tells what it is.
     A problem that was timed with and without its activation counts with it.
     """
     kinds: dict[tuple, dict[str, dict]] = {}
@@ -178,6 +181,7 @@ def _panels(rows: list[dict], value, names: tuple[str, ...]):
         panel.set_yticks(range(len(mine)), mine)
         panel.set_title(", ".join(kind).replace("both", "forward + backward"), fontsize=9)
         panel.grid(axis="x", alpha=0.3)
+        panel.set_xlabel(label)
     panels[0][0].invert_yaxis()
     panels[0][-1].legend(fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 0.97))

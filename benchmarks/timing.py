@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 Calls = Sequence[Callable[[], object]]
 CALLS = 21  # of a candidate in one trace
@@ -56,8 +57,8 @@ def interleaved(
     return {name: summary(values) for name, values in times.items()}
 
 
-def per_call(events: Sequence[tuple[float, float]], calls: int) -> dict[str, float]:
-    """Device seconds of a call, from the (start, duration) of all that ran for `calls` equal calls.
+def per_call(events: Sequence[tuple], calls: int) -> dict[str, float]:
+    """Device seconds of a call, from (start, duration, ...) of all that ran for `calls` equal ones.
 
     A call's time is the sum over its kernels: the gaps between them are not in it, which favours
     whoever has more kernels. Every call runs the same kernels, so the calls' borders are known;
@@ -65,7 +66,7 @@ def per_call(events: Sequence[tuple[float, float]], calls: int) -> dict[str, flo
     """
     if not events:
         raise RuntimeError("the trace holds no device events: is CUPTI missing, or not allowed?")
-    durations = [duration for _, duration in sorted(events)]
+    durations = [duration for _, duration, *_ in sorted(events)]
     kernels, rest = divmod(len(durations), calls)
     if rest:
         mean = sum(durations) / calls
@@ -78,20 +79,42 @@ def traced(calls: Calls) -> dict[str, float]:
     """Device seconds of a JAX call, by CUPTI through jax.profiler; the calls take turns."""
     import jax
 
+    def run() -> None:
+        for i in range(CALLS):
+            jax.block_until_ready(calls[i % len(calls)]())
+
     for call in calls[:2]:
         jax.block_until_ready(call())
+    return per_call(trace(run), CALLS)
+
+
+class Event(NamedTuple):
+    start: float  # seconds
+    duration: float
+    kernel: str  # or memcpy
+    instruction: str  # of the optimized HLO, where it is known
+
+
+def trace(run: Callable[[], object]) -> list[Event]:
+    """All that `run`, which waits for its work, has put on the GPUs."""
+    import jax
+
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for i in range(CALLS):
-                jax.block_until_ready(calls[i % len(calls)]())
+            run()
         (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        return per_call(device_events(jax.profiler.ProfileData.from_file(file)), CALLS)
+        return device_events(jax.profiler.ProfileData.from_file(file))
 
 
-def device_events(data) -> list[tuple[float, float]]:
-    """(start, duration) in seconds of all that ran on the GPUs' streams."""
+def device_events(data) -> list[Event]:
+    """All that ran on the GPUs' streams."""
     return [
-        (event.start_ns * 1e-9, event.duration_ns * 1e-9)
+        Event(
+            event.start_ns * 1e-9,
+            event.duration_ns * 1e-9,
+            event.name,
+            str(dict(event.stats).get("hlo_op", "")),
+        )
         for plane in data.planes
         if plane.name.startswith("/device:GPU")
         for line in plane.lines

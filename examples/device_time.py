@@ -4,13 +4,14 @@ The host's clock sees a step; this sees which kernels it is made of: our norms, 
 matrix products, and what XLA generates for all the rest. GPUs only: a CPU's trace has no kernels.
 """
 
-import glob
 import re
-import tempfile
+import runpy
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
-import jax
+TIMING = Path(__file__).parents[1] / "benchmarks" / "timing.py"
+TRACE = runpy.run_path(str(TIMING))["trace"]
 
 # Kind -> what the name of its kernels or of their HLO instruction holds; the first that fits.
 KINDS = {
@@ -23,18 +24,14 @@ KINDS = {
 def device_time(advance: Callable[[int], object], steps: int) -> dict:
     """What `advance(steps)` makes of the device's time, a step.
 
-    {"ms": by kind, "idle_ms": while no kernel ran, "kernels", "longest": [[name, ms], ...]}.
+    {"ms": by kind, "idle_ms": the rest (below 0 where kernels overlap), "kernels",
+    "longest": [[name, ms], ...]}.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            advance(steps)
-        (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        events = _events(jax.profiler.ProfileData.from_file(file))
+    events = TRACE(lambda: advance(steps))
     kinds, names = Counter(), Counter()
-    span = max(end for *_, end in events) - min(start for *_, start, _ in events)
-    for name, operation, start, end in events:
-        seconds = end - start
-        kinds[_kind(name, operation)] += seconds
+    span = max(e.start + e.duration for e in events) - min(e.start for e in events)
+    for _, seconds, name, instruction in events:
+        kinds[_kind(name, instruction)] += seconds
         names[re.sub(r"[_.\d]+$", "", name)[:120]] += seconds
     ms = 1e3 / steps
     return {
@@ -45,25 +42,8 @@ def device_time(advance: Callable[[int], object], steps: int) -> dict:
     }
 
 
-def _kind(name: str, operation: str) -> str:
+def _kind(name: str, instruction: str) -> str:
     for kind, pattern in KINDS.items():
-        if re.search(pattern, name, re.IGNORECASE) or re.search(pattern, operation):
+        if re.search(pattern, name, re.IGNORECASE) or re.search(pattern, instruction):
             return kind
     return "other"
-
-
-def _events(data) -> list[tuple[str, str, float, float]]:
-    """(kernel, HLO instruction where it is known, start, end) of all on the GPUs' streams."""
-    return [
-        (
-            event.name,
-            str(dict(event.stats).get("hlo_op", "")),
-            event.start_ns * 1e-9,
-            (event.start_ns + event.duration_ns) * 1e-9,
-        )
-        for plane in data.planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]

@@ -12,6 +12,7 @@
 #ifndef JAX_GN_DECODE_H_
 #define JAX_GN_DECODE_H_
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <string_view>
@@ -116,15 +117,16 @@ inline Status DecodeSizes(const Buffer& x, const Buffer& mean, const Attributes&
   if (rank < 2 || rank > 8) {
     return JAX_GN_ERROR(kInvalidArgument, "x must have rank 2 to 8, got " + ShapeText(x));
   }
-  // Beyond, products of sizes and byte counts would wrap around.
+  // Beyond, products of sizes and byte counts would wrap around. Sizes of 0 count as 1.
   constexpr int64_t kMostElements = int64_t{1} << 50;
   int64_t elements = 1;
   for (const int64_t dim : dims) {
-    if (dim < 0 || (dim > 0 && elements > kMostElements / dim)) {
+    const int64_t size = std::max<int64_t>(dim, 1);
+    if (dim < 0 || elements > kMostElements / size) {
       return JAX_GN_ERROR(kInvalidArgument,
                           "x must have sizes >= 0 and at most 2**50 elements, got " + ShapeText(x));
     }
-    if (dim > 0) elements *= dim;
+    elements *= size;
   }
   JAX_GN_TRY(DecodeDType(x, "x", &problem->dtype));
   problem->layout = attributes.layout;

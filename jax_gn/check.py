@@ -209,9 +209,9 @@ def _self_test() -> dict[str, float]:
     step = _step("ffi", num_groups=groups, epsilon=epsilon, activation=None)
     got = zip(("y", "dx", "dscale", "dbias"), step(x, scale, bias, dy), strict=True)
     arrays = [a.astype(np.float64) for a in (dy, x, scale, bias)]
-    truth = _truth(*arrays, groups=groups, epsilon=epsilon)
+    want = truth(*arrays, groups=groups, epsilon=epsilon)
     return {
-        name: float(np.abs(np.asarray(value) - truth[name]).max() / np.abs(truth[name]).max())
+        name: float(np.abs(np.asarray(value) - want[name]).max() / np.abs(want[name]).max())
         for name, value in got
     }
 
@@ -273,10 +273,10 @@ def _seconds(call, count: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def _truth(dy, x, scale, bias, *, groups: int, epsilon: float) -> dict[str, np.ndarray]:
-    """The formula of group_norm's docstring and its gradient, in numpy."""
-    n, spatial, channels = x.shape
-    grouped = (n, spatial, groups, channels // groups)
+def truth(dy, x, scale, bias, *, groups: int, epsilon: float) -> dict[str, np.ndarray]:
+    """The formula of group_norm's docstring and its gradient, in numpy; channels last."""
+    n, *_, channels = x.shape
+    grouped = (n, -1, groups, channels // groups)
     axes = (1, 3)
     xc = x.reshape(grouped) - x.reshape(grouped).mean(axes, keepdims=True)
     rstd = 1 / np.sqrt((xc**2).mean(axes, keepdims=True) + epsilon)
@@ -284,11 +284,12 @@ def _truth(dy, x, scale, bias, *, groups: int, epsilon: float) -> dict[str, np.n
     g = (dy * scale).reshape(grouped)
     dx = rstd * (g - g.mean(axes, keepdims=True) - xhat * (g * xhat).mean(axes, keepdims=True))
     xhat = xhat.reshape(x.shape)
+    positions = tuple(range(x.ndim - 1))
     return {
         "y": xhat * scale + bias,
         "dx": dx.reshape(x.shape),
-        "dscale": (dy * xhat).sum((0, 1)),
-        "dbias": dy.sum((0, 1)),
+        "dscale": (dy * xhat).sum(positions),
+        "dbias": dy.sum(positions),
     }
 
 

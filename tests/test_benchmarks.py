@@ -86,13 +86,14 @@ def test_a_trace_without_events_is_an_error():
 
 
 def test_device_events_are_those_of_streams():
-    event = types.SimpleNamespace(start_ns=2e9, duration_ns=1e9)
+    stats = [("hlo_op", "add.1"), ("hlo_module", "jit_f")]
+    event = types.SimpleNamespace(start_ns=2e9, duration_ns=1e9, name="add_1", stats=stats)
     line = types.SimpleNamespace(name="Stream #13(Compute)", events=[event])
     other = types.SimpleNamespace(name="XLA Ops", events=[event])
     gpu = types.SimpleNamespace(name="/device:GPU:0", lines=[line, other])
     host = types.SimpleNamespace(name="/host:CPU", lines=[line])
     data = types.SimpleNamespace(planes=[gpu, host])
-    assert timing.device_events(data) == [(2.0, 1.0)]
+    assert timing.device_events(data) == [(2.0, 1.0, "add_1", "add.1")]
 
 
 def test_the_profile_has_what_we_read(tmp_path):
@@ -187,13 +188,13 @@ def test_accuracy_of_constant_groups():
     assert errors["y"] == errors["dscale"] == 0.0
 
 
-def test_accuracy_truth_is_the_suites():
+def test_the_truth_of_check_and_accuracy_is_the_suites():
     rng = np.random.default_rng(0)
     x, dy = rng.standard_normal((2, 2, 7, 12)).astype("float32")
     scale, bias = rng.standard_normal((2, 12)).astype("float32")
     want = numerics.expected(x, scale, bias, dy, num_groups=3, epsilon=problems.EPSILON)
-    wide = [a.astype(np.float64) for a in (x, scale, bias, dy)]
-    for name, got in accuracy.truth(*wide, groups=3).items():
+    wide = [a.astype(np.float64) for a in (dy, x, scale, bias)]
+    for name, got in accuracy.truth(*wide, groups=3, epsilon=problems.EPSILON).items():
         np.testing.assert_allclose(got, want[name].truth, rtol=1e-9, atol=1e-9)
 
 

@@ -182,12 +182,12 @@ def test_a_gpu_that_jax_does_not_use(monkeypatch):
 
 
 def test_wrong_numbers_are_found(monkeypatch):
-    real = check._truth
+    real = check.truth
 
     def off(*arrays, **options):
-        truth = real(*arrays, **options)
-        return truth | {"dscale": truth["dscale"] * 1.01}
+        right = real(*arrays, **options)
+        return right | {"dscale": right["dscale"] * 1.01}
 
-    monkeypatch.setattr(check, "_truth", off)
+    monkeypatch.setattr(check, "truth", off)
     report = check.collect(timed=False)
     assert not report["ok"] and "WRONG" in check.in_words(report)

@@ -1,29 +1,17 @@
 """os.fork, as data loaders do it: before and after JAX has threads."""
 
 import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
+
+import interpreter
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
 
-def _python(code: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 def test_fork_after_import():
     """`import jax_gn` starts no thread and loads nothing: a child may be the first to call."""
-    out = _python(
+    out = interpreter.output(
         """
         import os
         import jax, jax_gn
@@ -39,12 +27,13 @@ def test_fork_after_import():
         print("parent", total)
         """
     )
+    out = out.split()
     assert out[::2] == ["child", "parent"] and out[1] == out[3] and float(out[1]) > 1
 
 
 def test_fork_of_a_working_process():
     """A child that doesn't use JAX neither hangs nor disturbs: it plans, its parent goes on."""
-    out = _python(
+    out = interpreter.output(
         """
         import os, warnings
         import jax, jax_gn
@@ -64,4 +53,4 @@ def test_fork_of_a_working_process():
         print("done")
         """
     )
-    assert out == ["done"]
+    assert out.split() == ["done"]

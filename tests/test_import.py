@@ -2,9 +2,7 @@
 
 import importlib
 import pathlib
-import subprocess
 import sys
-import textwrap
 import tomllib
 import types
 
@@ -13,17 +11,11 @@ import pytest
 import jax_gn
 from jax_gn import _ffi, _version
 
+import interpreter
+
 
 def _python(code: str) -> str:
-    """The output of a fresh interpreter: registrations last as long as the process."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return interpreter.output(code, options=("-W", "error"))
 
 
 def test_headers_newer_than_the_runtime():

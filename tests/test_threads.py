@@ -3,15 +3,13 @@
 import concurrent.futures
 import dataclasses
 import os
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import calls
+import interpreter
 import numerics
 import problems
 
@@ -103,14 +101,5 @@ PROGRAM = """
 )
 def test_bits_do_not_depend_on_the_number_of_threads():
     """DESIGN.md section 3, "deterministic": the same digest on one core and on all (CPU only)."""
-    digests = {
-        subprocess.run(
-            [sys.executable, "-P", "-c", textwrap.dedent(PROGRAM), str(cores)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout
-        for cores in (1, os.cpu_count())
-    }
+    digests = {interpreter.output(PROGRAM, str(cores)) for cores in (1, os.cpu_count())}
     assert len(digests) == 1

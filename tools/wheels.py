@@ -97,11 +97,11 @@ def repaired(wheel: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
     if shutil.which("auditwheel") is None:
         print("auditwheel is not on the PATH: the wheel keeps its linux tag, which PyPI refuses")
         return pathlib.Path(shutil.copy(wheel, out))
-    before = set(out.glob("*.whl"))
-    command = ["auditwheel", "repair", "--only-plat", "-w", out, wheel]
+    tagged = wheel.parent / "tagged"
+    command = ["auditwheel", "repair", "--only-plat", "-w", tagged, wheel]
     subprocess.run(command, check=True, capture_output=True)
-    made = set(out.glob("*.whl")) - before
-    return made.pop() if made else max(out.glob("*.whl"), key=lambda w: w.stat().st_mtime)
+    (made,) = tagged.glob("*.whl")
+    return pathlib.Path(shutil.copy(made, out))
 
 
 def describe(wheel: pathlib.Path, seconds: float) -> None:
