@@ -30,6 +30,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 
 import jax_gn.nnx
 
@@ -199,6 +200,15 @@ class Run:
         }
 
 
+def chosen_layouts(step, state, batch):
+    """The layouts in memory that XLA would like the state to have when a step begins."""
+    free = Format(Layout.AUTO)
+    jitted = jax.jit(
+        step, in_shardings=(free, *(None for _ in batch)), out_shardings=(free, None)
+    )
+    return jitted.lower(jax.eval_shape(lambda: state), *batch).compile().input_formats[0][0]
+
+
 def prepare(variant: str, dtype: str, options, batch) -> Run:
     """The variant's state, and its training step compiled."""
     widths = [options.width * m for m in options.multiples]
@@ -218,13 +228,23 @@ def prepare(variant: str, dtype: str, options, batch) -> Run:
     def loss_of(params, x, noise, t):
         return jnp.mean((nnx.merge(graph, params)(x, t) - noise) ** 2)
 
-    @partial(jax.jit, donate_argnums=0)
     def step(state, x, noise, t):
         params, moments = state
         loss, grads = jax.value_and_grad(loss_of)(params, x, noise, t)
         return update(grads, moments, params), loss
 
     begin, state = time.perf_counter(), start()
+    if options.layouts == "auto":
+        formats = chosen_layouts(step, state, batch)
+        step = jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(formats, *(None for _ in batch)),
+            out_shardings=(formats, None),
+        )
+        state = jax.device_put(state, formats)
+    else:
+        step = jax.jit(step, donate_argnums=0)
     compiled = step.lower(state, *batch).compile()
     print(f"{dtype} {variant}: compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     return Run(variant, compiled, state)
@@ -284,6 +304,12 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="height and width of the latents")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument(
+        "--layouts",
+        default="given",
+        choices=["given", "auto"],
+        help="of parameters and moments: Flax's (HWIO), or what XLA would have",
+    )
     parser.add_argument("--turns", type=int, default=10, help="of each variant that are timed")
     parser.add_argument("--steps", type=int, default=5, help="of a turn")
     parser.add_argument(

@@ -14,7 +14,7 @@ namespace jax_gn {
 // The plan for the device that runs the call, which must fit in the workspace that came with it.
 inline Status PlanWithin(Output& workspace, const Problem& problem, Platform platform,
                          const DeviceLimits& device, Family family, Plan* plan) {
-  JAX_GN_TRY(MakePlan(problem, platform, device, family, plan));
+  JAX_GN_TRY(RememberedPlan(problem, platform, device, family, plan));
   const int64_t got = workspace->size_bytes();
   if (got < plan->workspace_bytes) {
     return JAX_GN_ERROR(kInvalidArgument, "workspace too small: needed " +
