@@ -4,7 +4,9 @@
 //   cuda_harness repeat                              20 runs, 2 streams, CUDA graphs: equal bits
 //   cuda_harness plant out_of_bounds|uninitialised|race    a bug, for a sanitizer to find
 //   cuda_harness time NAME:N:SPATIAL:CHANNELS:GROUPS:ACTIVATION ... [TYPE ...] [FAMILY ...]
-//   cuda_harness ladder ...                          the same, for cuts of family "resident" too
+//   cuda_harness ladder ... [width=W] [threads=T] [team=B]    the same, and cuts of family
+//   "resident" cuda_harness teams                               clusters of each size that run at
+//   once
 //
 // Exits with 1 if a check failed.
 #include <algorithm>
@@ -168,10 +170,12 @@ int main(int argc, char** argv) {
   };
   if (has("check")) return Check(has("small"), {!has("bare"), !has("unpoisoned")}) != 0;
   if (has("repeat")) return Repeat() != 0;
+  if (has("teams")) return Teams() != 0;
   if (words.size() == 2 && words[0] == "plant") return Plant(words[1]) != 0;
   if (words.size() > 1 && (words[0] == "time" || words[0] == "ladder")) {
     return Time({words.begin() + 1, words.end()}, words[0] == "ladder") != 0;
   }
-  std::fprintf(stderr, "usage: cuda_harness check|repeat|plant|time|ladder ...; see its source\n");
+  std::fprintf(stderr,
+               "usage: cuda_harness check|repeat|plant|time|ladder|teams ...; see its source\n");
   return 2;
 }

@@ -50,6 +50,7 @@ std::string Compare(const std::string& name, const std::vector<double>& got,
 
 // Modes of the program; they return the number of failures.
 int Plant(const std::string& bug);
+int Teams();
 int Time(const std::vector<std::string>& arguments, bool ladder);
 
 }  // namespace jax_gn::harness

@@ -4,6 +4,7 @@
 // copy kernel that moves as many bytes as the call must (each tensor once), the same way.
 #include <algorithm>
 #include <sstream>
+#include <utility>
 
 #include "cuda/resident_cut.h"
 #include "device_case.h"
@@ -165,22 +166,47 @@ std::string Label(const Problem& p, const Plan& plan) {
 
 constexpr size_t kLadder = 13;  // cuts of a problem, of each kind, that are timed
 
-// Cuts of the family "resident" that leave little room unused, evenly chosen.
-void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
+// Which cuts a person asked for; 0: any.
+struct CutFilter {
+  int width = 0, threads = 0, team = 0;
+
+  bool any() const { return width == 0 && threads == 0 && team == 0; }
+  bool operator()(const cuda::ResidentCut& cut) const {
+    const int cut_width = cut.rows() ? cut.tile_packs : cut.lanes;
+    return (width == 0 || width == cut_width) && (threads == 0 || threads == cut.threads) &&
+           (team == 0 || team == cut.team);
+  }
+  // From "team=7"; false where the argument says something else.
+  bool Take(const std::string& argument) {
+    for (const auto& [name, value] : {std::pair("width=", &width), std::pair("threads=", &threads),
+                                      std::pair("team=", &team)}) {
+      if (argument.rfind(name, 0) != 0) continue;
+      *value = std::stoi(argument.substr(std::string(name).size()));
+      return true;
+    }
+    return false;
+  }
+};
+
+// The cuts of the family "resident" that were asked for; by default some that leave little room
+// unused, evenly chosen.
+void TimeCuts(const std::string& name, const Problem& p, const CutFilter& wanted,
+              double copy_seconds) {
   const auto room = [](const cuda::ResidentCut& cut) {
     return static_cast<double>(cut.slabs) * cut.team * cut.slab_threads * cut.steps;
   };
   std::vector<cuda::ResidentCut> cuts, tight[2];
   double least = 1e30;
   cuda::ForResidentCuts(p, DeviceLimits(), [&](const cuda::ResidentCut& cut) {
+    if (!wanted(cut)) return;
     cuts.push_back(cut);
     least = std::min(least, room(cut));
   });
   for (const cuda::ResidentCut& cut : cuts) {
-    if (room(cut) <= 1.15 * least) tight[cut.packs()].push_back(cut);
+    if (!wanted.any() || room(cut) <= 1.15 * least) tight[cut.packs()].push_back(cut);
   }
   for (const std::vector<cuda::ResidentCut>& kind : tight) {
-    const size_t apart = std::max<size_t>(1, kind.size() / kLadder);
+    const size_t apart = wanted.any() ? std::max<size_t>(1, kind.size() / kLadder) : 1;
     for (size_t i = 0; i < kind.size(); i += apart) {
       Plan plan;
       cuda::PlanResident(p, kind[i], DeviceLimits(), &plan);
@@ -190,16 +216,46 @@ void TimeCuts(const std::string& name, const Problem& p, double copy_seconds) {
   }
 }
 
+__global__ void TeamKernel() {}
+
 }  // namespace
+
+int Teams() {
+  HARNESS_CUDA(cudaFuncSetAttribute(TeamKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  HARNESS_CUDA(cudaFuncSetAttribute(TeamKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(DeviceLimits().shared_memory_per_block)));
+  for (int blocks = 1; blocks <= 4; ++blocks) {
+    for (int team = 1; team <= cuda::kMaxTeam; ++team) {
+      cudaLaunchConfig_t config = {};
+      config.gridDim = dim3(static_cast<unsigned>(64 * team));
+      config.blockDim = dim3(128);
+      config.dynamicSmemBytes = cuda::kSharedPerProcessor / blocks - cuda::kSharedPerBlockExtra;
+      cudaLaunchAttribute cluster = {};
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim.x = static_cast<unsigned>(team);
+      cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+      config.attrs = &cluster;
+      config.numAttrs = 1;
+      int teams = 0;
+      const cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, TeamKernel, &config);
+      std::printf("{\"blocks\": %d, \"team\": %d, \"teams\": %d, \"error\": \"%s\"}\n", blocks,
+                  team, teams, cudaGetErrorName(error));
+      static_cast<void>(cudaGetLastError());
+    }
+  }
+  return 0;
+}
 
 int Time(const std::vector<std::string>& arguments, bool ladder) {
   std::vector<DType> dtypes;
   std::vector<Family> families;
   std::vector<Layout> layouts;
+  CutFilter wanted;
   for (const std::string& argument : arguments) {
     if (const auto dtype = FromName<DType>(kDTypeNames, argument)) dtypes.push_back(*dtype);
     if (const auto family = FromName<Family>(kFamilyNames, argument)) families.push_back(*family);
     if (const auto layout = FromName<Layout>(kLayoutNames, argument)) layouts.push_back(*layout);
+    wanted.Take(argument);
   }
   if (dtypes.empty()) dtypes = {DType::kBFloat16, DType::kFloat32};
   if (layouts.empty()) layouts = {Layout::kChannelsLast, Layout::kChannelsFirst};
@@ -227,7 +283,7 @@ int Time(const std::vector<std::string>& arguments, bool ladder) {
         const double copy_seconds = TimeCopy(CompulsoryBytes(p));
         for (Layout layout : layouts) {
           p.layout = layout;
-          if (ladder) TimeCuts(words[0], p, copy_seconds);
+          if (ladder) TimeCuts(words[0], p, wanted, copy_seconds);
           for (Family family : families) {
             Plan plan;
             if (!MakePlan(p, Platform::kCuda, DeviceLimits(), family, &plan).ok()) continue;
