@@ -203,9 +203,7 @@ class Run:
 def chosen_layouts(step, state, batch):
     """The layouts in memory that XLA would like the state to have when a step begins."""
     free = Format(Layout.AUTO)
-    jitted = jax.jit(
-        step, in_shardings=(free, *(None for _ in batch)), out_shardings=(free, None)
-    )
+    jitted = jax.jit(step, in_shardings=(free, *(None for _ in batch)), out_shardings=(free, None))
     return jitted.lower(jax.eval_shape(lambda: state), *batch).compile().input_formats[0][0]
 
 
