@@ -11,11 +11,25 @@
 
 namespace jax_gn {
 
+// What the workspace holds, counted as bytes or as numbers; of other types nothing. (XLA's own
+// size_bytes() is undefined for a type that its header doesn't know: found by UBSan.)
+inline int64_t WorkspaceBytes(Output& workspace) {
+  switch (workspace->element_type()) {
+    case ffi::U8:
+    case ffi::S32:
+    case ffi::F32:
+    case ffi::F64:
+      return static_cast<int64_t>(workspace->size_bytes());
+    default:
+      return 0;
+  }
+}
+
 // The plan for the device that runs the call, which must fit in the workspace that came with it.
 inline Status PlanWithin(Output& workspace, const Problem& problem, Platform platform,
                          const DeviceLimits& device, Family family, Plan* plan) {
   JAX_GN_TRY(RememberedPlan(problem, platform, device, family, plan));
-  const int64_t got = workspace->size_bytes();
+  const int64_t got = WorkspaceBytes(workspace);
   if (got < plan->workspace_bytes) {
     return JAX_GN_ERROR(kInvalidArgument, "workspace too small: needed " +
                                               std::to_string(plan->workspace_bytes) +
