@@ -57,8 +57,10 @@ JAX_GN_HOST_DEVICE float FloatFromHalfBits(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7fffu;
   if (magnitude >= 0x7c00u) return FloatFromBits(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
-  // Read as a float, the bits are the number times 2^-112, also where the half is subnormal.
-  const float value = FloatFromBits(magnitude << 13) * 0x1p112f;
+  // Never by way of a subnormal float: XLA's threads take those for zeros.
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
+  const float value =
+      magnitude < 0x400u ? subnormal : FloatFromBits((magnitude << 13) + (112u << 23));
   return FloatFromBits(sign | BitsFromFloat(value));
 }
 

@@ -192,3 +192,24 @@ def test_16_a_constant_group_is_bias(implementation):
     scale = np.full(6, 1e3, np.float32)
     y = _gn(x, 2, implementation, scale=scale, bias=bias)
     numerics.assert_same_bits(y, np.broadcast_to(bias, x.shape))
+
+
+@pytest.mark.parametrize("layout", problems.LAYOUTS)
+@pytest.mark.parametrize("channels", [1, 5, 8, 33])
+def test_float16_subnormals_are_numbers(channels, layout):
+    """Also where XLA's threads take float32's for zeros, and where a register isn't full."""
+    shape = (8, 61, 53, channels)  # enough for more than one thread
+    dy = np.float16(2.0**-24) * RNG.integers(-1000, 1000, shape).astype(np.float16)
+    x = RNG.normal(size=shape).astype(np.float16)
+    axis = -1
+    if layout == "channels_first":
+        x, dy, axis = np.moveaxis(x, -1, 1), np.moveaxis(dy, -1, 1), 1
+    bias = jnp.zeros(channels)
+
+    def dbias(x, bias, dy):
+        options = {"num_groups": 1, "channel_axis": axis, "implementation": "ffi"}
+        return jax.vjp(lambda bias: jax_gn.group_norm(x, None, bias, **options), bias)[1](dy)[0]
+
+    positions = tuple(i for i in range(4) if i != axis % 4)
+    wanted = dy.astype(np.float32).sum(positions)
+    np.testing.assert_array_equal(jax.jit(dbias)(x, bias, dy), wanted)
