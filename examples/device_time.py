@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 TIMING = Path(__file__).parents[1] / "benchmarks" / "timing.py"
-TRACE = runpy.run_path(str(TIMING))["trace"]
+TRACE, ALONE = (runpy.run_path(str(TIMING))[name] for name in ("trace", "alone"))
 
 # Kind -> what the name of its kernels or of their HLO instruction holds; the first that fits.
 KINDS = {
@@ -24,13 +24,13 @@ KINDS = {
 def device_time(advance: Callable[[int], object], steps: int) -> dict:
     """What `advance(steps)` makes of the device's time, a step.
 
-    {"ms": by kind, "idle_ms": the rest (below 0 where kernels overlap), "kernels",
-    "longest": [[name, ms], ...]}.
+    {"ms": by kind, "idle_ms": the rest, "kernels", "longest": [[name, ms], ...]}. Where kernels
+    overlap, the time is that of the one that began first.
     """
-    events = TRACE(lambda: advance(steps))
+    events = sorted(TRACE(lambda: advance(steps)))
     kinds, names = Counter(), Counter()
     span = max(e.start + e.duration for e in events) - min(e.start for e in events)
-    for _, seconds, name, instruction in events:
+    for seconds, (_, _, name, instruction) in zip(ALONE(events), events, strict=True):
         kinds[_kind(name, instruction)] += seconds
         names[re.sub(r"[_.\d]+$", "", name)[:120]] += seconds
     ms = 1e3 / steps

@@ -76,8 +76,14 @@ def test_per_call_finds_the_borders():
 
 
 def test_per_call_without_borders_is_the_mean():
-    times = timing.per_call([(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)], 2)
+    times = timing.per_call([(0.0, 1.0), (1.0, 2.0), (3.0, 3.0)], 2)
     assert times["median"] == times["low"] == times["high"] == 3.0
+
+
+def test_waiting_for_the_kernel_before_is_not_counted():
+    """A convolution, a kernel that begins in it and waits, one that has ended before it has."""
+    events = [(10.0, 4.0), (11.0, 4.0), (12.0, 1.0), (20.0, 2.0)]
+    assert timing.alone(events) == [4.0, 1.0, 0.0, 2.0]
 
 
 def test_a_trace_without_events_is_an_error():
