@@ -223,7 +223,9 @@ def test_resident_fits_its_device(name, dtype, layout, op):
         served.append(True)
         assert stage["shared_bytes"][0] <= device.shared_memory_per_block
         assert stage["threads"][0] <= 512 and stage["threads"][0] % 32 == 0
-        assert stage["bytes_moved"] == stage["bytes_compulsory"]
+        # What is held by a cluster moves once; of what all blocks of the device share, some passes.
+        moved = stage["bytes_moved"] / stage["bytes_compulsory"]
+        assert moved == 1 or (layout == "channels_last" and 1 < moved < 5 / 3)
     assert served[DEVICES.index(jax_gn.DeviceLimits())]
 
 
@@ -237,6 +239,22 @@ def test_resident_grid_follows_the_device(multiprocessors, op):
     assert answer["threads"] == whole["threads"] and answer["shared_bytes"] == whole["shared_bytes"]
     per_processor = 233472 // (answer["shared_bytes"][0] + 1024)
     assert 1 <= answer["grid"][0] <= max(16, multiprocessors * per_processor)
+
+
+@pytest.mark.parametrize("multiprocessors", [16, 60, 108, 132, 148])
+def test_blocks_of_grid_teams_run_at_once(multiprocessors, op):
+    """Beyond a cluster's shared memory: blocks wait for one another, so all must fit."""
+    device = dataclasses.replace(jax_gn.DeviceLimits(), multiprocessors=multiprocessors)
+    answers = [
+        _resident(op, "bfloat16", "channels_last", (4, 512, 512, 128), 32, limits)
+        for limits in (device, jax_gn.DeviceLimits())
+    ]
+    answer, whole = answers
+    room = device.shared_memory_per_block + 1024
+    assert room // (answer["shared_bytes"][0] + 1024) >= 2
+    assert 16 < answer["grid"][0] <= 2 * multiprocessors
+    assert answer["workspace_bytes"] == whole["workspace_bytes"]
+    assert answer["bytes_compulsory"] < answer["bytes_moved"] < 2 * answer["bytes_compulsory"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ namespace jax_gn::cuda {
 inline Status ToStatus(cudaError_t error, const char* what, const char* file, int line) {
   if (error == cudaSuccess) return Status();
   static_cast<void>(cudaGetLastError());  // or the next launch would be blamed for it
-  (void)cudaGetLastError();               // or the next launch would find it
   const StatusCode code =
       error == cudaErrorMemoryAllocation ? StatusCode::kResourceExhausted
       : error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion

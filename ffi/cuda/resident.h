@@ -1,8 +1,9 @@
 // What the resident kernels share: asynchronous copies into shared memory, and the exchange of a
 // team's group sums. resident_cut.h says who takes what.
 //
-// A team is a thread block cluster: its blocks run at once, on any GPU state, so that waiting for
-// one another can't deadlock. The order of all sums is fixed.
+// A team is a thread block cluster, or for what is larger the blocks of a cooperative launch: they
+// run at once, on any GPU state, so that waiting for one another can't deadlock. The order of all
+// sums is fixed.
 #ifndef JAX_GN_CUDA_RESIDENT_H_
 #define JAX_GN_CUDA_RESIDENT_H_
 
@@ -129,11 +130,25 @@ __device__ __forceinline__ void StoreAtRank(const Pair<float>* place, int rank,
 #endif
 }
 
+// Compiled with JAX_GN_STRESS (tools/gpu.sh stress), some blocks come late to an exchange and some
+// leave it late, each time others.
+__device__ __forceinline__ void MayBeLate() {
+#if defined(JAX_GN_STRESS)
+  const unsigned now = static_cast<unsigned>(clock64());
+  const unsigned hash = (now ^ blockIdx.x * 2654435761u) * 2246822519u;
+  if (hash >> 29 == 0) __nanosleep(hash >> 15 & 0x3fff);
+#endif
+}
+
 // A pair of sums for each group of the slab, added up over the blocks of a team. Exchanges take
 // turns at two sets of places: a block may be one exchange ahead of another.
 class Team {
  public:
-  __device__ Team(const ResidentCut& cut, Pair<float>* places)
+  static constexpr bool kPasses = false;             // every step is held
+  static constexpr int kMostThreads = kTileThreads;  // channels last
+  struct Space {};
+
+  __device__ Team(const ResidentCut& cut, Pair<float>* places, Space = {})
       : places_(places), size_(cut.team), groups_(cut.tile_groups) {
     rank_ = size_ == 1 ? 0 : static_cast<int>(blockIdx.x % static_cast<unsigned>(size_));
     if (size_ > 1) ClusterArrive();  // this block has begun: others may write to it
@@ -155,13 +170,15 @@ class Team {
     }
   }
   // All threads: after it, Total sees what all blocks have put.
-  __device__ __forceinline__ void Exchange() const {
+  __device__ __forceinline__ void Exchange(int) const {
+    MayBeLate();
     if (size_ == 1) {
       __syncthreads();
     } else {
       ClusterArrive();
       ClusterWait();
     }
+    MayBeLate();
   }
   __device__ __forceinline__ Pair<float> Total(int exchange, int group) const {
     Pair<float> sum = {0, 0};
@@ -179,6 +196,76 @@ class Team {
   }
 
   Pair<float>* places_;  // [2][team][groups]
+  int size_, groups_, rank_;
+};
+
+// The same for a team of any size, through global memory, from where every block adds up the same
+// numbers in the same order. `arrivals`, 0 at first, counts the blocks that have put their sums.
+class GridTeam {
+ public:
+  static constexpr bool kPasses = true;  // some steps may be read twice
+  static constexpr int kMostThreads = kGridThreads;
+  struct Space {
+    Pair<float>* places;  // [teams][2][team][groups]
+    unsigned* arrivals;   // [teams]
+  };
+
+  __device__ GridTeam(const ResidentCut& cut, Pair<float>* totals, const Space& space)
+      : totals_(totals), size_(cut.team), groups_(cut.tile_groups) {
+    const unsigned team = blockIdx.x / static_cast<unsigned>(size_);
+    rank_ = static_cast<int>(blockIdx.x - team * size_);
+    places_ = space.places + static_cast<int64_t>(team) * 2 * size_ * groups_;
+    arrivals_ = space.arrivals + team;
+  }
+  __device__ __forceinline__ int rank() const { return rank_; }
+  __device__ __forceinline__ void Begin() const {}
+
+  __device__ __forceinline__ void Put(int exchange, int group, const Pair<float>& pair) const {
+    if (threadIdx.x % 32 == 0) {
+      __stcg(Place(exchange, rank_, group), make_float2(pair.first, pair.second));
+    }
+  }
+  __device__ __forceinline__ void Exchange(int exchange) const {
+    __syncthreads();
+    MayBeLate();
+    if (threadIdx.x == 0) AwaitAll((static_cast<unsigned>(exchange) + 1) * size_);
+    __syncthreads();
+    MayBeLate();
+    const int lane = threadIdx.x % 32;
+    for (int group = threadIdx.x / 32; group < groups_; group += blockDim.x / 32) {
+      Pair<float> sum = {0, 0};
+#pragma unroll 4
+      for (int rank = lane; rank < size_; rank += 32) {
+        const float2 pair = __ldcg(Place(exchange, rank, group));
+        sum.first += pair.x;
+        sum.second += pair.y;
+      }
+      sum = WarpSum(sum);
+      if (lane == 0) totals_[group] = sum;
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ Pair<float> Total(int, int group) const { return totals_[group]; }
+
+ private:
+  __device__ __forceinline__ float2* Place(int exchange, int rank, int group) const {
+    return reinterpret_cast<float2*>(places_) + ((exchange & 1) * size_ + rank) * groups_ + group;
+  }
+  // Releases what this block has put, acquires what `all` arrivals have.
+  __device__ __forceinline__ void AwaitAll(unsigned all) const {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals_) : "memory");
+    unsigned arrived;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                   : "=r"(arrived)
+                   : "l"(arrivals_)
+                   : "memory");
+    } while (arrived < all);
+  }
+
+  Pair<float>* totals_;  // [groups], in shared memory
+  Pair<float>* places_;
+  unsigned* arrivals_;
   int size_, groups_, rank_;
 };
 
@@ -353,7 +440,7 @@ struct ChannelSums {
   }
 };
 
-// Launches `kernel` with teams as clusters.
+// Launches `kernel` with teams as clusters; where they are larger, with all blocks at once.
 template <typename... Parameters, typename... Arguments>
 Status LaunchTeams(void (*kernel)(Parameters...), const char* name, const ResidentCut& cut,
                    const Stage& stage, cudaStream_t stream, Arguments... arguments) {
@@ -366,41 +453,60 @@ Status LaunchTeams(void (*kernel)(Parameters...), const char* name, const Reside
   JAX_GN_TRY(CurrentLimits(&limits));
   JAX_GN_TRY(check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                         static_cast<int>(limits.shared_memory_per_block))));
-  if (cut.team > 8) {
-    JAX_GN_TRY(
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
+  cudaLaunchAttribute together = {};
+  if (cut.grid_team()) {
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+  } else {
+    together.id = cudaLaunchAttributeClusterDimension;
+    together.val.clusterDim.x = static_cast<unsigned>(cut.team);
+    together.val.clusterDim.y = together.val.clusterDim.z = 1;
+    if (cut.team > 8) {
+      JAX_GN_TRY(
+          check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
+    }
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = Grid(stage);
   config.blockDim = dim3(static_cast<unsigned>(stage.threads));
   config.dynamicSmemBytes = static_cast<size_t>(stage.shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(cut.team);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
+  config.attrs = &together;
   config.numAttrs = cut.team > 1 ? 1 : 0;
   return check(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
-// The family's forward kernels take the same arguments, and so do its backward kernels.
-template <typename E, typename Kernel>
+// The family's forward kernels take the same arguments, and so do its backward kernels; those that
+// serve both kinds of teams take the team's space besides.
+template <typename E, typename Kernel, typename... Space>
 Status LaunchResident(Kernel kernel, const char* name, const Problem& problem,
                       const ResidentCut& cut, const Stage& stage, const ForwardArgs& args,
-                      cudaStream_t stream) {
-  return LaunchTeams(
-      kernel, name, cut, stage, stream, cut, static_cast<const E*>(args.x), ScaleOf(problem, args),
-      BiasOf(problem, args), static_cast<float>(args.epsilon), problem.activation,
-      static_cast<float*>(args.mean), static_cast<float*>(args.rstd), static_cast<E*>(args.y));
+                      cudaStream_t stream, const Space&... space) {
+  return LaunchTeams(kernel, name, cut, stage, stream, cut, space..., static_cast<const E*>(args.x),
+                     ScaleOf(problem, args), BiasOf(problem, args),
+                     static_cast<float>(args.epsilon), problem.activation,
+                     static_cast<float*>(args.mean), static_cast<float*>(args.rstd),
+                     static_cast<E*>(args.y));
 }
-template <typename E, typename Kernel>
+template <typename E, typename Kernel, typename... Space>
 Status LaunchResident(Kernel kernel, const char* name, const Problem& problem,
                       const ResidentCut& cut, const Stage& stage, const BackwardArgs& args,
-                      cudaStream_t stream) {
-  return LaunchTeams(kernel, name, cut, stage, stream, cut, BackwardInputs<E>(problem, args),
+                      cudaStream_t stream, const Space&... space) {
+  return LaunchTeams(kernel, name, cut, stage, stream, cut, space...,
+                     BackwardInputs<E>(problem, args),
                      HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
                      static_cast<E*>(args.dx));
+}
+
+// The part of the workspace where grid teams exchange their sums, its counters set to 0.
+inline Status PrepareGridTeams(const Problem& problem, const ResidentCut& cut, const Stage& stage,
+                               void* workspace, cudaStream_t stream, GridTeam::Space* space) {
+  const ResidentSpace sizes = ResidentSpaceOf(problem, cut, stage.grid / cut.team);
+  char* const places = static_cast<char*>(workspace) + sizes.channel_rows;
+  space->places = reinterpret_cast<Pair<float>*>(places);
+  space->arrivals = reinterpret_cast<unsigned*>(places + sizes.places);
+  return ToStatus(cudaMemsetAsync(space->arrivals, 0, sizes.arrivals, stream),
+                  "counters of grid teams", __FILE_NAME__, __LINE__);
 }
 
 }  // namespace jax_gn::cuda

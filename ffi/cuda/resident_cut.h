@@ -6,6 +6,11 @@
 // from the first read to the last write, so that each tensor crosses the memory bus once. A thread
 // reads, waits for and works on packs of its own: `steps` of them, x's and in the backward pass
 // dy's too.
+//
+// Channels last, a slab may be larger than that. Then all blocks that the device runs at once make
+// one team, or a few ("grid teams"), which exchange their sums through global memory; each thread
+// holds the first `held` of its steps, and reads the others a second time, in the opposite order,
+// much of them from the L2 cache.
 #ifndef JAX_GN_CUDA_RESIDENT_CUT_H_
 #define JAX_GN_CUDA_RESIDENT_CUT_H_
 
@@ -17,16 +22,19 @@
 
 namespace jax_gn::cuda {
 
-inline constexpr int kMaxTeam = 16;  // blocks of a cluster on sm_90; more than 8 by its own leave
+inline constexpr int kMaxTeam = 16;    // blocks of a cluster on sm_90; more than 8 by its own leave
+inline constexpr int kGridBlocks = 2;  // of a multiprocessor, where teams are larger than clusters
 // Most threads of a block; twice as many fit a multiprocessor, by the registers that leaves them:
 // channels last, where a thread keeps numbers for each channel of a pack, 96, else 64.
 inline constexpr int kTileThreads = 320, kRunThreads = 512;
+inline constexpr int kGridThreads = 256;  // grid teams, whose threads know more: 128
 // Shared memory of a multiprocessor, and what each block costs beside its own: H200.
 inline constexpr int64_t kSharedPerProcessor = 228 << 10, kSharedPerBlockExtra = 1 << 10;
 
 struct ResidentCut {
   int64_t n, spatial, channels, groups, group_size;
   int team, threads, steps;
+  int held;               // of the steps, those whose packs stay in shared memory
   int slab_threads;       // of a block's threads, those at one slab: all, or a warp alone
   int tile_packs, lines;  // channels last: threads side by side, threads below each other
   int tiles;              // channels last: of a sample
@@ -42,6 +50,9 @@ struct ResidentCut {
   JAX_GN_HOST_DEVICE constexpr bool rows() const { return tile_packs > 0; }
   JAX_GN_HOST_DEVICE constexpr bool packs() const { return channel_lanes > 0; }
   JAX_GN_HOST_DEVICE constexpr bool solo() const { return slab_threads < threads; }
+  JAX_GN_HOST_DEVICE constexpr bool grid_team() const { return team > kMaxTeam; }
+  // Pairs of sums of each group that the exchange keeps in shared memory.
+  JAX_GN_HOST_DEVICE constexpr int places() const { return grid_team() ? 1 : 2 * team; }
   constexpr bool valid() const { return threads > 0; }
 };
 
@@ -55,8 +66,8 @@ inline bool ChannelsShare(const Problem& problem) {
 // Bytes that the block's packs take, and what it needs beside them (ResidentShared lays it out).
 inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cut) {
   const bool forward = problem.op == Op::kForward;
-  const int64_t packs = static_cast<int64_t>(cut.steps) * cut.threads * (forward ? 1 : 2);
-  const int64_t exchange = 2 * static_cast<int64_t>(cut.team) * cut.tile_groups * 8;
+  const int64_t packs = static_cast<int64_t>(cut.held) * cut.threads * (forward ? 1 : 2);
+  const int64_t exchange = static_cast<int64_t>(cut.places()) * cut.tile_groups * 8;
   const int64_t results = AlignUp(cut.tile_groups * 16, kPackBytes);
   int64_t scratch;
   if (cut.packs()) {
@@ -74,6 +85,16 @@ inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cu
   }
   return packs * kPackBytes + AlignUp(exchange, kPackBytes) + results +
          AlignUp(scratch, kPackBytes);
+}
+
+// Steps whose packs fit, where kGridBlocks blocks share a multiprocessor.
+inline int HeldSteps(const Problem& problem, ResidentCut cut) {
+  cut.held = 0;
+  const int64_t room = kSharedPerProcessor / kGridBlocks - kSharedPerBlockExtra;
+  const int64_t rest = room - ResidentSharedBytes(problem, cut);
+  const int64_t step =
+      static_cast<int64_t>(cut.threads) * kPackBytes * (problem.op == Op::kForward ? 1 : 2);
+  return static_cast<int>(std::clamp<int64_t>(rest / step, 0, cut.steps));
 }
 
 // Blocks of a multiprocessor, by their shared memory and threads.
@@ -106,12 +127,14 @@ inline ResidentCut CutTiles(const Problem& problem, int64_t tile_packs, int thre
   cut.lines = threads / cut.tile_packs;
   cut.tiles = static_cast<int>(problem.channels / tile);
   cut.threads = cut.slab_threads = threads;
-  cut.steps = static_cast<int>(CeilDiv(problem.spatial, static_cast<int64_t>(cut.lines) * team));
+  cut.held = cut.steps =
+      static_cast<int>(CeilDiv(problem.spatial, static_cast<int64_t>(cut.lines) * team));
   cut.tile_groups = static_cast<int>(tile / cut.group_size);
   cut.slabs = problem.n * cut.tiles;
   cut.slots = static_cast<int>(cut.group_size % pack == 0   ? 1
                                : pack % cut.group_size == 0 ? pack / cut.group_size
                                                             : (pack - 2) / cut.group_size + 2);
+  if (cut.grid_team()) cut.held = HeldSteps(problem, cut);
   cut.shared_bytes = ResidentSharedBytes(problem, cut);
   return cut;
 }
@@ -133,7 +156,7 @@ inline ResidentCut CutSegments(const Problem& problem, int lanes, int warps, int
   cut.segment_packs = static_cast<int>(CeilDiv(packs, segments));
   cut.items = static_cast<int>(CeilDiv(cut.group_size * segments, owners));
   cut.item_steps = static_cast<int>(CeilDiv(cut.segment_packs, lanes));
-  cut.steps = cut.items * cut.item_steps;
+  cut.held = cut.steps = cut.items * cut.item_steps;
   cut.tile_groups = 1;
   cut.slabs = problem.n * problem.groups;
   cut.shared_bytes = ResidentSharedBytes(problem, cut);
@@ -146,7 +169,8 @@ inline ResidentCut CutPacks(const Problem& problem, int threads, int team) {
   ResidentCut cut = ResidentBase(problem, team);
   if (elements % pack != 0 || problem.spatial < pack) return {};
   cut.threads = cut.slab_threads = threads;
-  cut.steps = static_cast<int>(CeilDiv(elements / pack, static_cast<int64_t>(threads) * team));
+  cut.held = cut.steps =
+      static_cast<int>(CeilDiv(elements / pack, static_cast<int64_t>(threads) * team));
   cut.step_channels = static_cast<int>(threads * pack / problem.spatial);
   cut.step_rest = static_cast<int>(threads * pack % problem.spatial);
   cut.channel_lanes = std::min(32, PowerOfTwoBelow(std::max<int64_t>(1, threads / cut.group_size)));
@@ -170,10 +194,37 @@ inline int64_t ResidentRows(const Problem& problem, int64_t team) {
   return problem.op == Op::kBackward && HasParam(problem) ? problem.n * team : 0;
 }
 
+// Blocks of grid teams that a device surely runs at once: they wait for one another.
+inline int64_t GridTeamBlocks(const ResidentCut& cut, const DeviceLimits& device) {
+  const int64_t shared = device.shared_memory_per_block + kSharedPerBlockExtra;
+  const int64_t blocks = shared / (cut.shared_bytes + kSharedPerBlockExtra);
+  return std::min<int64_t>(blocks, kGridBlocks) * device.multiprocessors;
+}
+
 inline bool Fits(const ResidentCut& cut, const DeviceLimits& device) {
+  if (cut.grid_team() && GridTeamBlocks(cut, device) < cut.team) return false;
+  const bool clusters = cut.team > 1 && !cut.grid_team();
   return cut.shared_bytes <= device.shared_memory_per_block && device.capability >= 80 &&
-         (cut.team == 1 || device.capability >= 90) && cut.slabs <= INT32_MAX &&
+         (!clusters || device.capability >= 90) && cut.slabs <= INT32_MAX &&
          cut.channels <= INT32_MAX;
+}
+
+// What a call needs in the workspace, in bytes, one after the other: sums of channels, sums that
+// grid teams exchange, and a counter for each team.
+struct ResidentSpace {
+  int64_t channel_rows = 0, places = 0, arrivals = 0;
+
+  int64_t bytes() const { return channel_rows + places + arrivals; }
+};
+inline ResidentSpace ResidentSpaceOf(const Problem& problem, const ResidentCut& cut,
+                                     int64_t teams) {
+  ResidentSpace space;
+  const int64_t row = problem.channels * 2 * SizeOf(problem.accumulator());
+  space.channel_rows = AlignUp(ResidentRows(problem, cut.team) * row, kPackBytes);
+  if (!cut.grid_team()) return space;
+  space.places = AlignUp(2 * teams * cut.team * cut.tile_groups * 8, kPackBytes);
+  space.arrivals = AlignUp(4 * teams, kPackBytes);
+  return space;
 }
 
 // Calls visit(cut) for the cuts worth a look, in a fixed order: none if the problem doesn't fit.
@@ -217,6 +268,11 @@ void ForResidentCuts(const Problem& problem, const DeviceLimits& device, Visit v
       for (int team = 1; team <= kMaxTeam; team = next(team)) {
         offer(CutTiles(problem, tile_packs, threads, team));
       }
+      if (threads > kGridThreads || threads < kGridThreads - 64) continue;
+      for (int teams : {1, 2, 3, 4, 6, 8, 12}) {
+        const int team = kGridBlocks * device.multiprocessors / teams;
+        if (team > kMaxTeam) offer(CutTiles(problem, tile_packs, threads, team));
+      }
     }
   }
 }
@@ -232,6 +288,7 @@ inline int64_t ResidentTeams(const ResidentCut& cut, const DeviceLimits& device)
       {264, 132, 79, 62, 47, 39, 32, 30, 23, 21, 16, 16, 14, 14, 14, 14},
       {396, 198, 124, 92, 69, 62, 47, 45, 37, 30, 28, 28, 23, 21, 21, 21},
       {528, 264, 163, 124, 94, 79, 69, 62, 51, 44, 37, 37, 30, 30, 28, 28}};
+  if (cut.grid_team()) return std::max<int64_t>(1, GridTeamBlocks(cut, device) / cut.team);
   const int64_t blocks = ResidentBlocks(cut);
   const int64_t counted = std::min<int64_t>(blocks, kMostCounted);
   const int64_t h200 = kTeams[counted - 1][cut.team - 1] * blocks / counted;
@@ -250,7 +307,7 @@ inline int64_t ResidentRounds(const ResidentCut& cut, const DeviceLimits& device
 // a pack can't take the place of another.
 inline bool TeamsGoOn(const Problem& problem, const ResidentCut& cut) {
   const int64_t blocks = ResidentBlocks(cut);
-  if (cut.rows()) return blocks <= 2;
+  if (cut.rows()) return cut.grid_team() || blocks <= 2;
   if (cut.packs()) return false;
   return problem.op == Op::kForward && (blocks == 2 || blocks == 3) &&
          problem.group_elements() % ResidentPack(problem) == 0;

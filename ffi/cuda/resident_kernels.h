@@ -24,7 +24,7 @@ struct ResidentShared {
       : packs(shared) {
     char* at = shared + static_cast<int64_t>(packs_of_thread) * cut.threads * kPackBytes;
     places = reinterpret_cast<Pair<float>*>(at);
-    at += (2 * cut.team * cut.tile_groups * sizeof(Pair<float>) + kPackBytes - 1) / kPackBytes *
+    at += (cut.places() * cut.tile_groups * sizeof(Pair<float>) + kPackBytes - 1) / kPackBytes *
           kPackBytes;
     numbers = reinterpret_cast<GroupNumbers*>(at);
     scratch = reinterpret_cast<float*>(at + cut.tile_groups * sizeof(GroupNumbers));
@@ -50,7 +50,7 @@ __device__ __forceinline__ Pair<float> SlabSum(const ResidentCut& cut, Pair<floa
     sums = lane < cut.threads / 32 ? warp_sums[lane] : Pair<float>{0, 0};
     team.Put(exchange, 0, WarpSum(sums));
   }
-  team.Exchange();
+  team.Exchange(exchange);
   return team.Total(exchange, 0);
 }
 

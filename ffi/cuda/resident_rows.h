@@ -7,6 +7,8 @@
 // partial sums; of each group over the team; write dx.
 // A team goes on to another slab: as soon as a thread has taken a pack out of its place for the
 // writing, it asks for the next slab's, so that reading never stops.
+// Of a grid team's slab the steps from `held` on pass: they are read when the held ones have been,
+// and again before those, the last one first.
 #ifndef JAX_GN_CUDA_RESIDENT_ROWS_H_
 #define JAX_GN_CUDA_RESIDENT_ROWS_H_
 
@@ -17,7 +19,7 @@ namespace jax_gn::cuda {
 // Where a thread stands in every slab.
 template <int kSize>
 struct TilePlace {
-  int rank, pack, line, steps;
+  int rank, pack, line, steps, held;
   int first;       // position of the first step
   int64_t stride;  // elements from one to the next
 
@@ -28,6 +30,7 @@ struct TilePlace {
     const int position = rank * cut.lines + line, apart = cut.lines * cut.team;
     const int spatial = static_cast<int>(cut.spatial);
     steps = position < spatial && line < cut.lines ? (spatial - position + apart - 1) / apart : 0;
+    held = min(steps, cut.held);
     first = position;
     stride = apart * cut.channels;
   }
@@ -48,6 +51,31 @@ struct Tile {
     offset = (n * cut.spatial + place.first) * cut.channels + channel;
   }
 };
+
+// f(packs, step, count) for the steps that pass: `count` of them from `step` on, loaded together.
+// load(step) gives one. Backwards: the last ones first.
+template <int kAtOnce, typename Load, typename F>
+__device__ __forceinline__ void ForPassing(int begin, int end, bool backwards, Load load, F f) {
+  using Loaded = decltype(load(0));
+  for (int done = 0; done < end - begin; done += kAtOnce) {
+    const int count = min(kAtOnce, end - begin - done);
+    const int step = backwards ? end - done - count : begin + done;
+    Loaded packs[kAtOnce];
+    if (count == kAtOnce) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) packs[i] = load(step + i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (i < count) packs[i] = load(step + i);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i < count) f(packs[i], step + i);
+    }
+  }
+}
 
 // The groups that meet a thread's pack: their number within the tile, channel by channel.
 template <int kSize>

@@ -4,18 +4,16 @@
 namespace jax_gn::cuda {
 namespace {
 
+constexpr int kAtOnce = 2;  // steps that pass, of a thread
+
 // What a thread of the backward pass knows of its channels.
 template <typename E>
 struct TileGradient {
   static constexpr int kSize = kPackSize<E>;
-  const ResidentCut& cut;
-  const Pack<E>* slots;                          // this thread's: x's and dy's in turn
   float mean[kSize], slope[kSize], bias[kSize];  // slope: rstd * scale
 
   __device__ TileGradient(const ResidentCut& cut, const Tile<kSize>& tile,
-                          const PackGroups<kSize>& groups, const BackwardInputs<E>& in,
-                          const Pack<E>* slots)
-      : cut(cut), slots(slots) {
+                          const PackGroups<kSize>& groups, const BackwardInputs<E>& in) {
     in.scale.Load(tile.n, tile.channel, kSize, 1.0f, slope);
     in.bias.Load(tile.n, tile.channel, kSize, 0.0f, bias);
     groups.ForEach([&](int i, int group) {
@@ -24,13 +22,10 @@ struct TileGradient {
       slope[i] *= in.rstd[index];
     });
   }
-  // x - mean and dz of a step. `taken` is called when both are out of shared memory.
-  template <Activation kActivation, typename Taken>
-  __device__ __forceinline__ void Differentiate(int step, float (&deviation)[kSize],
-                                                float (&dz)[kSize], Taken taken) const {
-    ToNumbers(slots[2 * step * cut.threads], deviation);
-    ToNumbers(slots[(2 * step + 1) * cut.threads], dz);
-    taken();
+  // x - mean and dz of a step, from x and dy.
+  template <Activation kActivation>
+  __device__ __forceinline__ void Differentiate(float (&deviation)[kSize],
+                                                float (&dz)[kSize]) const {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       deviation[i] -= mean[i];
@@ -58,11 +53,11 @@ __device__ __forceinline__ void ReduceChannels(const ResidentCut& cut, const flo
 
 // What dx subtracts, for each group in space.numbers: rstd * mean(scale dz), and as mean_low
 // rstd^2 * mean(scale dz xhat), times x - mean; from the channels' sums in the scratch.
-template <typename E>
+template <typename E, typename AnyTeam>
 __device__ __forceinline__ void TileSums(const ResidentCut& cut,
                                          const TilePlace<kPackSize<E>>& place,
                                          const Tile<kPackSize<E>>& tile,
-                                         const ResidentShared& space, const Team& team,
+                                         const ResidentShared& space, const AnyTeam& team,
                                          const BackwardInputs<E>& in, Pair<float>* channel_rows,
                                          int exchange) {
   constexpr int kSize = kPackSize<E>;
@@ -87,7 +82,7 @@ __device__ __forceinline__ void TileSums(const ResidentCut& cut,
     }
     team.Put(exchange, group, WarpSum(sums));
   }
-  team.Exchange();
+  team.Exchange(exchange);
   for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
     const GroupGradient terms =
         GroupGradient::Of(team.Total(exchange, group), rstd[group], cut.share);
@@ -96,47 +91,72 @@ __device__ __forceinline__ void TileSums(const ResidentCut& cut,
   __syncthreads();
 }
 
+// x's and dy's packs of a step.
 template <typename E>
-__global__ void __launch_bounds__(kTileThreads, 2)
-    ResidentTileBackwardKernel(ResidentCut cut, BackwardInputs<E> in, Pair<float>* channel_rows,
-                               E* dx) {
+struct InputPacks {
+  Pack<E> x, dy;
+};
+
+template <typename E, typename AnyTeam>
+__global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
+    ResidentTileBackwardKernel(ResidentCut cut, typename AnyTeam::Space team_space,
+                               BackwardInputs<E> in, Pair<float>* channel_rows, E* dx) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
-  const ResidentShared space(cut, shared, 2 * cut.steps);
-  const Team team(cut, space.places);
+  const ResidentShared space(cut, shared, 2 * cut.held);
+  const AnyTeam team(cut, space.places, team_space);
   const TilePlace<kSize> place(cut, team.rank());
   const PackGroups<kSize> groups(cut, place.pack);
   Pack<E>* const slots = space.Slots<E>();
-  CopyParts parts(cut.steps);
+  CopyParts parts(cut.held);
   const auto copy = [&](int step, int64_t at) {
     CopyAsync(SharedAddress(slots + 2 * step * cut.threads), in.x + at);
     CopyAsync(SharedAddress(slots + (2 * step + 1) * cut.threads), in.dy + at);
   };
   const SlabWalk walk(cut);
   Tile<kSize> tile(cut, place, walk.first);
-  for (int step = 0; step < place.steps; ++step) {
+  for (int step = 0; step < place.held; ++step) {
     copy(step, tile.offset + step * place.stride);
     parts.Issued(step);
   }
   parts.AllIssued();
   int exchange = 0;
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride, ++exchange) {
-    const TileGradient<E> gradient(cut, tile, groups, in, slots);
+    const TileGradient<E> gradient(cut, tile, groups, in);
+    const auto load = [&in, &place, at = tile.offset](int step) {
+      const int64_t offset = at + step * place.stride;
+      return InputPacks<E>{LoadPack(in.x + offset), LoadPack(in.dy + offset)};
+    };
     WithActivation(in.activation, [&](auto tag) {
       ChannelSums<E, kSize> sums;
-      for (int step = 0; step < place.steps; sums.EndPart()) {
-        const int stop = min(place.steps, parts.Ready(step));
+      const auto add = [&](float (&deviation)[kSize], float (&dz)[kSize]) {
+        gradient.template Differentiate<tag()>(deviation, dz);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          sums.part[i].first += dz[i];
+          sums.part[i].second = fmaf(dz[i], deviation[i], sums.part[i].second);
+        }
+      };
+      for (int step = 0; step < place.held; sums.EndPart()) {
+        const int stop = min(place.held, parts.Ready(step));
 #pragma unroll 1
         for (; step < stop; ++step) {
           float deviation[kSize], dz[kSize];
-          gradient.template Differentiate<tag()>(step, deviation, dz, [] {});
+          ToNumbers(slots[2 * step * cut.threads], deviation);
+          ToNumbers(slots[(2 * step + 1) * cut.threads], dz);
+          add(deviation, dz);
           KeepGradient<E, tag()>(dz, slots + (2 * step + 1) * cut.threads);
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) {
-            sums.part[i].first += dz[i];
-            sums.part[i].second = fmaf(dz[i], deviation[i], sums.part[i].second);
-          }
         }
+      }
+      if constexpr (AnyTeam::kPasses) {
+        ForPassing<kAtOnce>(place.held, place.steps, false, load,
+                            [&](const InputPacks<E>& packs, int) {
+                              float deviation[kSize], dz[kSize];
+                              ToNumbers(packs.x, deviation);
+                              ToNumbers(packs.dy, dz);
+                              add(deviation, dz);
+                              sums.EndPart();
+                            });
       }
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
@@ -150,6 +170,23 @@ __global__ void __launch_bounds__(kTileThreads, 2)
       terms[i] = {space.numbers[group].mean_high, space.numbers[group].mean_low};
     });
     E* to = dx + tile.offset;
+    const auto store = [&](float (&deviation)[kSize], float (&dz)[kSize], E* at) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) dz[i] = terms[i](gradient.slope[i], dz[i], deviation[i]);
+      StorePack(at, ToPack<E>(dz));
+    };
+    if constexpr (AnyTeam::kPasses) {
+      WithActivation(in.activation, [&](auto tag) {
+        ForPassing<kAtOnce>(place.held, place.steps, true, load,
+                            [&](const InputPacks<E>& packs, int step) {
+                              float deviation[kSize], dz[kSize];
+                              ToNumbers(packs.x, deviation);
+                              ToNumbers(packs.dy, dz);
+                              gradient.template Differentiate<tag()>(deviation, dz);
+                              store(deviation, dz, to + step * place.stride);
+                            });
+      });
+    }
     const bool more = slab + walk.stride < walk.end;
     if (more) {
       tile = Tile<kSize>(cut, place, slab + walk.stride);
@@ -161,17 +198,14 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     int64_t from = tile.offset;
     WithActivationLeft<E>(in.activation, [&](auto tag) {
 #pragma unroll 1
-      for (int step = 0; step < place.steps; ++step) {
+      for (int step = 0; step < place.held; ++step) {
         float deviation[kSize], dz[kSize];
-        gradient.template Differentiate<tag()>(step, deviation, dz, [&] {
-          if (more) copy(step, from);
-          parts.Issued(step);
-        });
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          dz[i] = terms[i](gradient.slope[i], dz[i], deviation[i]);
-        }
-        StorePack(to, ToPack<E>(dz));
+        ToNumbers(slots[2 * step * cut.threads], deviation);
+        ToNumbers(slots[(2 * step + 1) * cut.threads], dz);
+        if (more) copy(step, from);
+        parts.Issued(step);
+        gradient.template Differentiate<tag()>(deviation, dz);
+        store(deviation, dz, to);
         from += place.stride;
         to += place.stride;
       }
@@ -186,8 +220,14 @@ template <typename E>
 Status LaunchResidentTileBackward(const Problem& problem, const ResidentCut& cut,
                                   const Stage& stage, const BackwardArgs& args,
                                   cudaStream_t stream) {
-  return LaunchResident<E>(ResidentTileBackwardKernel<E>, "ResidentTileBackwardKernel", problem,
-                           cut, stage, args, stream);
+  if (!cut.grid_team()) {
+    return LaunchResident<E>(ResidentTileBackwardKernel<E, Team>, "ResidentTileBackwardKernel",
+                             problem, cut, stage, args, stream, Team::Space());
+  }
+  GridTeam::Space space;
+  JAX_GN_TRY(PrepareGridTeams(problem, cut, stage, args.workspace, stream, &space));
+  return LaunchResident<E>(ResidentTileBackwardKernel<E, GridTeam>, "ResidentTileBackwardKernel",
+                           problem, cut, stage, args, stream, space);
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                     \

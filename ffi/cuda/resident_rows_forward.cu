@@ -4,10 +4,12 @@
 namespace jax_gn::cuda {
 namespace {
 
+constexpr int kAtOnce = 4;  // steps that pass, of a thread
+
 // Adds up the threads' sums of each group, a warp at a group, and puts them to the team.
 // scratch: [slots][2][threads].
-template <int kSize>
-__device__ void ReduceTile(const ResidentCut& cut, const float* scratch, const Team& team,
+template <int kSize, typename AnyTeam>
+__device__ void ReduceTile(const ResidentCut& cut, const float* scratch, const AnyTeam& team,
                            int round) {
   const int lane = threadIdx.x % 32, size = static_cast<int>(cut.group_size);
   for (int group = threadIdx.x / 32; group < cut.tile_groups; group += cut.threads / 32) {
@@ -39,10 +41,10 @@ __device__ __forceinline__ int64_t ShiftPosition(const ResidentCut& cut, int i) 
 
 // The groups' results in space.numbers, from the packs in `slots`; the team's first block stores
 // them. `exchanges` counts the team's.
-template <typename E>
+template <typename E, typename AnyTeam>
 __device__ __forceinline__ void TileStatistics(
     const ResidentCut& cut, const TilePlace<kPackSize<E>>& place, const Tile<kPackSize<E>>& tile,
-    const PackGroups<kPackSize<E>>& groups, const ResidentShared& space, const Team& team,
+    const PackGroups<kPackSize<E>>& groups, const ResidentShared& space, const AnyTeam& team,
     const E* x, const Pack<E>* slots, CopyParts* parts, float epsilon, float* mean, float* rstd,
     int* exchanges) {
   constexpr int kSize = kPackSize<E>;
@@ -55,24 +57,36 @@ __device__ __forceinline__ void TileStatistics(
     float shift[kSize];
     groups.ForEach([&](int i, int group) { shift[i] = space.numbers[group].shift; });
     ChannelSums<E, kSize> sums;
-    for (int step = 0; step < place.steps; sums.EndPart()) {
-      const int stop = again ? min(place.steps, step + cut.steps / kCopyParts + 1)
-                             : min(place.steps, parts->Ready(step));
-#pragma unroll 2
-      for (; step < stop; ++step) {
-        float values[kSize];
-        ToNumbers(slots[step * cut.threads], values);
+    const auto add = [&](const Pack<E>& pack) {
+      float values[kSize];
+      ToNumbers(pack, values);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          ShiftedSums{shift[i], cut.share}.Add(values[i], sums.part[i]);
-        }
+      for (int i = 0; i < kSize; ++i) {
+        ShiftedSums{shift[i], cut.share}.Add(values[i], sums.part[i]);
       }
+    };
+    for (int step = 0; step < place.held; sums.EndPart()) {
+      const int stop = again ? min(place.held, step + cut.held / kCopyParts + 1)
+                             : min(place.held, parts->Ready(step));
+#pragma unroll 2
+      for (; step < stop; ++step) add(slots[step * cut.threads]);
+    }
+    if constexpr (AnyTeam::kPasses) {
+      const E* const from = x + tile.offset;
+      ForPassing<kAtOnce>(
+          place.held, place.steps, false,
+          [&](int step) { return LoadPack(from + step * place.stride); },
+          [&](const Pack<E>& pack, int step) {
+            add(pack);
+            if (step % kAtOnce == 0) sums.EndPart();
+          });
+      sums.EndPart();
     }
     groups.StoreSums(sums.Total(), space.scratch + threadIdx.x, cut.threads);
     __syncthreads();
     if (*exchanges == 0) team.Begin();
     ReduceTile<kSize>(cut, space.scratch, team, *exchanges);
-    team.Exchange();
+    team.Exchange(*exchanges);
     bool good = true;
     for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
       const int64_t index = tile.first_group + group;
@@ -91,22 +105,46 @@ __device__ __forceinline__ void TileStatistics(
   }
 }
 
+// What makes y of a thread's channels.
 template <typename E>
-__global__ void __launch_bounds__(kTileThreads, 2)
-    ResidentTileForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
-                              float epsilon, Activation activation, float* mean, float* rstd,
-                              E* y) {
+struct TileOutput {
+  static constexpr int kSize = kPackSize<E>;
+  Normaliser normalisers[kSize];
+
+  __device__ __forceinline__ TileOutput(const Tile<kSize>& tile, const PackGroups<kSize>& groups,
+                                        const GroupNumbers* numbers, const Parameter& scale,
+                                        const Parameter& bias) {
+    float scales[kSize], biases[kSize];
+    scale.Load(tile.n, tile.channel, kSize, 1.0f, scales);
+    bias.Load(tile.n, tile.channel, kSize, 0.0f, biases);
+    groups.ForEach([&](int i, int group) {
+      normalisers[i] = Normaliser(numbers[group], scales[i], biases[i]);
+    });
+  }
+  template <Activation kActivation>
+  __device__ __forceinline__ void Store(float (&z)[kSize], E* to) const {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) z[i] = Activate<kActivation>(normalisers[i](z[i]));
+    StorePack(to, ToPack<E>(z));
+  }
+};
+
+template <typename E, typename AnyTeam>
+__global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
+    ResidentTileForwardKernel(ResidentCut cut, typename AnyTeam::Space team_space, const E* x,
+                              Parameter scale, Parameter bias, float epsilon, Activation activation,
+                              float* mean, float* rstd, E* y) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
-  const ResidentShared space(cut, shared, cut.steps);
-  const Team team(cut, space.places);
+  const ResidentShared space(cut, shared, cut.held);
+  const AnyTeam team(cut, space.places, team_space);
   const TilePlace<kSize> place(cut, team.rank());
   const PackGroups<kSize> groups(cut, place.pack);
   Pack<E>* const slots = space.Slots<E>();
-  CopyParts parts(cut.steps);
+  CopyParts parts(cut.held);
   const SlabWalk walk(cut);
   Tile<kSize> tile(cut, place, walk.first);
-  for (int step = 0; step < place.steps; ++step) {
+  for (int step = 0; step < place.held; ++step) {
     CopyAsync(SharedAddress(slots + step * cut.threads), x + tile.offset + step * place.stride);
     parts.Issued(step);
   }
@@ -115,16 +153,21 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride) {
     TileStatistics<E>(cut, place, tile, groups, space, team, x, slots, &parts, epsilon, mean, rstd,
                       &exchanges);
-    Normaliser normalisers[kSize];
-    {
-      float scales[kSize], biases[kSize];
-      scale.Load(tile.n, tile.channel, kSize, 1.0f, scales);
-      bias.Load(tile.n, tile.channel, kSize, 0.0f, biases);
-      groups.ForEach([&](int i, int group) {
-        normalisers[i] = Normaliser(space.numbers[group], scales[i], biases[i]);
+    const TileOutput<E> output(tile, groups, space.numbers, scale, bias);
+    E* to = y + tile.offset;
+    if constexpr (AnyTeam::kPasses) {
+      const E* const again = x + tile.offset;
+      WithActivation(activation, [&](auto tag) {
+        ForPassing<kAtOnce>(
+            place.held, place.steps, true,
+            [&](int step) { return LoadPack(again + step * place.stride); },
+            [&](const Pack<E>& pack, int step) {
+              float z[kSize];
+              ToNumbers(pack, z);
+              output.template Store<tag()>(z, to + step * place.stride);
+            });
       });
     }
-    E* to = y + tile.offset;
     const bool more = slab + walk.stride < walk.end;
     if (more) {
       tile = Tile<kSize>(cut, place, slab + walk.stride);
@@ -137,14 +180,12 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     const E* from = x + tile.offset;
     WithActivation(activation, [&](auto tag) {
 #pragma unroll 2
-      for (int step = 0; step < place.steps; ++step) {
+      for (int step = 0; step < place.held; ++step) {
         float z[kSize];
         ToNumbers(slots[step * cut.threads], z);
         if (more) CopyAsync(SharedAddress(slots + step * cut.threads), from);
         parts.Issued(step);
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) z[i] = Activate<tag()>(normalisers[i](z[i]));
-        StorePack(to, ToPack<E>(z));
+        output.template Store<tag()>(z, to);
         from += place.stride;
         to += place.stride;
       }
@@ -158,8 +199,14 @@ __global__ void __launch_bounds__(kTileThreads, 2)
 template <typename E>
 Status LaunchResidentTileForward(const Problem& problem, const ResidentCut& cut, const Stage& stage,
                                  const ForwardArgs& args, cudaStream_t stream) {
-  return LaunchResident<E>(ResidentTileForwardKernel<E>, "ResidentTileForwardKernel", problem, cut,
-                           stage, args, stream);
+  if (!cut.grid_team()) {
+    return LaunchResident<E>(ResidentTileForwardKernel<E, Team>, "ResidentTileForwardKernel",
+                             problem, cut, stage, args, stream, Team::Space());
+  }
+  GridTeam::Space space;
+  JAX_GN_TRY(PrepareGridTeams(problem, cut, stage, args.workspace, stream, &space));
+  return LaunchResident<E>(ResidentTileForwardKernel<E, GridTeam>, "ResidentTileForwardKernel",
+                           problem, cut, stage, args, stream, space);
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                    \

@@ -161,7 +161,8 @@ std::string Label(const Problem& p, const Plan& plan) {
   const cuda::ResidentCut cut = cuda::CutOf(p, plan);
   return "width " + std::to_string(plan.width) + " threads " + std::to_string(cut.threads) +
          (cut.solo() ? " solo" : "") + " team " + std::to_string(cut.team) + " steps " +
-         std::to_string(cut.steps) + " blocks " + std::to_string(cuda::ResidentBlocks(cut));
+         std::to_string(cut.steps) + " held " + std::to_string(cut.held) + " blocks " +
+         std::to_string(cuda::ResidentBlocks(cut));
 }
 
 constexpr size_t kLadder = 13;  // cuts of a problem, of each kind, that are timed
@@ -210,7 +211,8 @@ void TimeCuts(const std::string& name, const Problem& p, const CutFilter& wanted
     for (size_t i = 0; i < kind.size(); i += apart) {
       Plan plan;
       cuda::PlanResident(p, kind[i], DeviceLimits(), &plan);
-      plan.workspace_bytes = cuda::ResidentRows(p, kind[i].team) * p.channels * 8 + 16;
+      const int64_t teams = plan.stages[0].grid / kind[i].team;
+      plan.workspace_bytes = cuda::ResidentSpaceOf(p, kind[i], teams).bytes() + 16;
       TimeOne(name, p, plan, Label(p, plan).c_str(), copy_seconds);
     }
   }
