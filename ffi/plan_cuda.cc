@@ -1,7 +1,8 @@
 // CUDA's plans: the stages of each family and their launch shapes.
 //
 // The cuts themselves are in cuda/cut.h and cuda/resident_cut.h. "resident" serves what fits on the
-// chip, "streaming", which reads x (and dy) twice, and "three_stage" serve every problem.
+// chip, channels last also what fits in part; "streaming", which reads x (and dy) twice, and
+// "three_stage" serve every problem.
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -96,7 +97,8 @@ void PlanStreaming(const Problem& problem, Plan* plan) {
 // Bytes of x and dy that are read a second time.
 int64_t PassingBytes(const Problem& problem, const cuda::ResidentCut& cut) {
   const int64_t tensors = problem.op == Op::kForward ? 1 : 2;
-  return TensorBytes(problem) * tensors * (cut.steps - cut.held) / cut.steps;
+  const double share = static_cast<double>(cut.steps - cut.held) / cut.steps;
+  return static_cast<int64_t>(share * static_cast<double>(tensors * TensorBytes(problem)));
 }
 
 // What the choice of a cut adds to the time, in us on an H200: a round's latencies, which grow with
@@ -138,12 +140,36 @@ int64_t SpaceBytes(const Problem& problem, const cuda::ResidentCut& cut,
   return cuda::ResidentSpaceOf(problem, cut, cuda::ResidentTeams(cut, device)).bytes();
 }
 
-// Whether grid teams beat that cluster, where both may serve. H200: where its blocks are alone on
-// their multiprocessors, in 16 bits (sd15_unet_64_skip 118 us against 137, sdxl_unet_128 80 against
-// 84; in float32 141 against 134).
-bool PreferGridTeams(const Problem& problem, const cuda::ResidentCut& cluster) {
-  return !cluster.valid() ||
-         (problem.dtype != DType::kFloat32 && cuda::ResidentBlocks(cluster) == 1);
+// What "streaming" adds to the copy's time, channels last, in 16 bits.
+double StreamingCost(const Problem& problem) {
+  const double copy = static_cast<double>(CompulsoryBytes(problem)) / 4e6;
+  return problem.op == Op::kForward ? 15 + 0.75 * copy : 25 + 1.1 * copy;
+}
+
+// Whether the cut beats "streaming". H200: not where grid teams have much to exchange
+// (nnunet_in_64, forward: 85 us against 71), nor by much in float32 (407 us against 432 at best,
+// 256 against 241 at worst), nor with gelu's derivative, which wants more warps (wav2vec2: 780 us
+// against 731); nor channels first where clusters of 16 wait for one another with too little else
+// to do on their multiprocessors: 265 us against 226 (vae_512_128, bfloat16), backward 244 against
+// 218 (sdxl_unet_128, float32).
+bool Worthwhile(const Problem& problem, const cuda::ResidentCut& cut) {
+  const bool forward = problem.op == Op::kForward;
+  if (cut.grid_team()) {
+    return problem.dtype != DType::kFloat32 &&
+           (forward || problem.activation != Activation::kGelu) &&
+           GridTeamCost(problem, cut) < StreamingCost(problem);
+  }
+  const int few = forward ? 1 : 2;
+  return cut.rows() || cut.team < cuda::kMaxTeam || cuda::ResidentBlocks(cut) > few;
+}
+
+// Whether the grid teams beat the clusters, where both may serve. H200: where a cluster's blocks
+// are alone on their multiprocessors, in 16 bits (sd15_unet_64_skip 118 us against 137,
+// sdxl_unet_128 80 against 84; in float32 141 against 134).
+bool PreferGridTeams(const Problem& problem, const cuda::ResidentCut& grid,
+                     const cuda::ResidentCut& cluster) {
+  if (!grid.valid() || !cluster.valid()) return grid.valid();
+  return Worthwhile(problem, grid) && cuda::ResidentBlocks(cluster) == 1;
 }
 
 // The best cut for that workspace, not valid() if the problem doesn't fit.
@@ -160,7 +186,7 @@ cuda::ResidentCut BestResident(const Problem& problem, const DeviceLimits& devic
     best[grid] = cut;
   });
   const auto& [cluster, grid] = best;
-  return grid.valid() && PreferGridTeams(problem, cluster) ? grid : cluster;
+  return PreferGridTeams(problem, grid, cluster) ? grid : cluster;
 }
 
 // The cut for that device: an H200's if it fits there, else one that the same workspace serves.
@@ -169,29 +195,6 @@ cuda::ResidentCut ChooseResident(const Problem& problem, const DeviceLimits& dev
   const cuda::ResidentCut cut = BestResident(problem, h200, INT64_MAX);
   if (!cut.valid() || cuda::Fits(cut, device)) return cut;
   return BestResident(problem, device, SpaceBytes(problem, cut, h200));
-}
-
-// What "streaming" adds to the copy's time, channels last, in 16 bits.
-double StreamingCost(const Problem& problem) {
-  const double copy = static_cast<double>(CompulsoryBytes(problem)) / 4e6;
-  return problem.op == Op::kForward ? 15 + 0.75 * copy : 25 + 1.1 * copy;
-}
-
-// Whether it beats "streaming". H200: not where grid teams have much to exchange (nnunet_in_64,
-// forward: 85 us against 71), nor by much in float32 (407 us against 432 at best, 256 against 241
-// at worst), nor with gelu's derivative, which wants more warps (wav2vec2: 780 us against 731); nor
-// channels first where clusters of 16 wait for one another with too little else to do on their
-// multiprocessors: 265 us against 226 (vae_512_128, bfloat16), backward 244 against 218
-// (sdxl_unet_128, float32).
-bool Worthwhile(const Problem& problem, const cuda::ResidentCut& cut) {
-  const bool forward = problem.op == Op::kForward;
-  if (cut.grid_team()) {
-    return problem.dtype != DType::kFloat32 &&
-           (forward || problem.activation != Activation::kGelu) &&
-           GridTeamCost(problem, cut) < StreamingCost(problem);
-  }
-  const int few = forward ? 1 : 2;
-  return cut.rows() || cut.team < cuda::kMaxTeam || cuda::ResidentBlocks(cut) > few;
 }
 
 // What the family needs, on any device.
@@ -298,10 +301,11 @@ Status MakeCudaPlan(const Problem& problem, const DeviceLimits& device, Family p
   if (may_reside && !empty) cut = ChooseResident(problem, device);
   if (preference == Family::kAuto && !Worthwhile(problem, cut)) cut = {};
   if (preference == Family::kResident && !cut.valid()) {
-    return JAX_GN_ERROR(kUnimplemented,
-                        "family 'resident' has no room for this problem (a group, or 128 bytes of "
-                        "channels, of one sample in the shared memory of 16 blocks; not float64; "
-                        "sm_80 or newer); use 'streaming' or 'three_stage'");
+    return JAX_GN_ERROR(
+        kUnimplemented,
+        "family 'resident' has no room for this problem (channels first: a group in "
+        "the shared memory of 16 blocks; channels last: whole groups and sectors of "
+        "32 bytes; not float64; sm_80 or newer); use 'streaming' or 'three_stage'");
   }
   plan->family = Family::kStreaming;
   if (empty) return Status();
@@ -313,6 +317,10 @@ Status MakeCudaPlan(const Problem& problem, const DeviceLimits& device, Family p
   plan->workspace_bytes = cuda::LayOut(problem).bytes;
   if (may_reside) {
     plan->workspace_bytes = std::max(plan->workspace_bytes, ResidentWorkspace(problem));
+  }
+  // The workspace is an H200's, the number of teams this device's.
+  if (cut.valid() && SpaceBytes(problem, cut, device) > plan->workspace_bytes) {
+    return JAX_GN_ERROR(kInternal, "a plan for this device needs more workspace than it gets");
   }
   return CheckGrids(*plan);
 }

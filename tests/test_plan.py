@@ -241,20 +241,37 @@ def test_resident_grid_follows_the_device(multiprocessors, op):
     assert 1 <= answer["grid"][0] <= max(16, multiprocessors * per_processor)
 
 
-@pytest.mark.parametrize("multiprocessors", [16, 60, 108, 132, 148])
-def test_blocks_of_grid_teams_run_at_once(multiprocessors, op):
-    """Beyond a cluster's shared memory: blocks wait for one another, so all must fit."""
+@pytest.mark.parametrize("multiprocessors", [16, 60, 108, 132, 148, 188])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((4, 512, 512, 128), 32), ((13, 128, 128, 1920), 32), ((3, 200, 200, 320), 32)],
+)
+def test_blocks_of_grid_teams_run_at_once(shape, groups, multiprocessors, op):
+    """Beyond a cluster's shared memory blocks wait for one another: all must fit. A device that
+    could run more than an H200 doesn't; the planner refuses what the workspace has no room for."""
     device = dataclasses.replace(jax_gn.DeviceLimits(), multiprocessors=multiprocessors)
-    answers = [
-        _resident(op, "bfloat16", "channels_last", (4, 512, 512, 128), 32, limits)
+    answer, whole = (
+        _resident(op, "bfloat16", "channels_last", shape, groups, limits)
         for limits in (device, jax_gn.DeviceLimits())
-    ]
-    answer, whole = answers
+    )
     room = device.shared_memory_per_block + 1024
     assert room // (answer["shared_bytes"][0] + 1024) >= 2
-    assert 16 < answer["grid"][0] <= 2 * multiprocessors
+    assert 16 < answer["grid"][0] <= 2 * min(multiprocessors, 132)
     assert answer["workspace_bytes"] == whole["workspace_bytes"]
     assert answer["bytes_compulsory"] < answer["bytes_moved"] < 2 * answer["bytes_compulsory"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "activation", "op"),
+    [
+        ((32, 56, 56, 256), 32, None, "forward"),
+        ((16, 32, 32, 640), 32, "gelu", "backward"),
+        ((8, 128, 128, 256), 256, "silu", "forward"),
+    ],
+)
+def test_a_cluster_serves_where_grid_teams_are_not_worthwhile(shape, groups, activation, op):
+    plan = MAKERS[op](shape, "bfloat16", num_groups=groups, activation=activation, platform="cuda")
+    assert plan.family == "resident" and plan.bytes_moved == plan.bytes_compulsory
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@
 #
 #   tools/gpu.sh [build] [native] [stress] [test] [sanitize] [time]   all by default; build first
 #
-# The sanitizers can be named one by one, and JAX_GN_HARNESS can name a native harness built elsewhere:
-# then `JAX_GN_HARNESS=… tools/gpu.sh native memcheck initcheck racecheck` needs no build, and can run
+# The sanitizers can be named one by one, `time` as kernel_times and xla_times. JAX_GN_HARNESS can name
+# a native harness built elsewhere (and JAX_GN_STRESS_HARNESS one with -DJAX_GN_STRESS): then
+# `JAX_GN_HARNESS=… tools/gpu.sh native memcheck initcheck racecheck` needs no build, and can run
 # beside it. Each step takes less than 10 minutes. Logs go to $OUT, else benchmarks/results/gpu/.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -53,13 +54,12 @@ native() { "$harness" check && "$harness" repeat; }
 
 # Blocks that come late to their exchanges, at random: 20 runs a case, a graph, two streams at once.
 stress() {
-  local late=${JAX_GN_STRESS_HARNESS:-$work-stress/cuda_harness}
-  [ -x "$late" ] || {
+  if [ -z "${JAX_GN_STRESS_HARNESS:-}" ]; then
     cmake -G Ninja -S . -B "$work-stress" -DJAX_GN_CUDA=ON -DJAX_GN_CUDA_HARNESS=ON \
       -DPython_EXECUTABLE="$(command -v python3)" -DCMAKE_CUDA_FLAGS=-DJAX_GN_STRESS &&
       ninja -C "$work-stress" cuda_harness || return 1
-  }
-  "$late" repeat
+  fi
+  "${JAX_GN_STRESS_HARNESS:-$work-stress/cuda_harness}" repeat
 }
 
 # Runs tests outside the source tree's jax_gn/, against the package just built.

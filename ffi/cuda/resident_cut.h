@@ -27,7 +27,7 @@ inline constexpr int kGridBlocks = 2;  // of a multiprocessor, where teams are l
 // Most threads of a block; twice as many fit a multiprocessor, by the registers that leaves them:
 // channels last, where a thread keeps numbers for each channel of a pack, 96, else 64.
 inline constexpr int kTileThreads = 320, kRunThreads = 512;
-inline constexpr int kGridThreads = 256;  // grid teams, whose threads know more: 128
+inline constexpr int kGridThreads = 256;  // of grid teams, which leaves each 128 registers
 // Shared memory of a multiprocessor, and what each block costs beside its own: H200.
 inline constexpr int64_t kSharedPerProcessor = 228 << 10, kSharedPerBlockExtra = 1 << 10;
 
@@ -288,7 +288,12 @@ inline int64_t ResidentTeams(const ResidentCut& cut, const DeviceLimits& device)
       {264, 132, 79, 62, 47, 39, 32, 30, 23, 21, 16, 16, 14, 14, 14, 14},
       {396, 198, 124, 92, 69, 62, 47, 45, 37, 30, 28, 28, 23, 21, 21, 21},
       {528, 264, 163, 124, 94, 79, 69, 62, 51, 44, 37, 37, 30, 30, 28, 28}};
-  if (cut.grid_team()) return std::max<int64_t>(1, GridTeamBlocks(cut, device) / cut.team);
+  if (cut.grid_team()) {
+    // A larger device runs no more: the workspace, which is the same for all, has no room for them.
+    const int64_t at_once =
+        std::min(GridTeamBlocks(cut, device), GridTeamBlocks(cut, DeviceLimits()));
+    return std::max<int64_t>(1, at_once / cut.team);
+  }
   const int64_t blocks = ResidentBlocks(cut);
   const int64_t counted = std::min<int64_t>(blocks, kMostCounted);
   const int64_t h200 = kTeams[counted - 1][cut.team - 1] * blocks / counted;
