@@ -120,7 +120,8 @@ def group_norm(
     partition = _sharding.partitions()
     call = Call(problem, epsilon, fallback=chosen is None, partition=partition, across=across)
     if chosen == "xla":
-        return _sharding.define("forward", call, x, scale, bias)[0]
+        with _sharding.mesh_of(x):
+            return _sharding.define("forward", call, x, scale, bias)[0]
     x, scale, bias = _sharding.vary_alike(x, scale, bias)
     try:
         return _kernel_group_norm(call, x, scale, bias)
@@ -233,21 +234,25 @@ def _warn_fallback(reason: str) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kernel_group_norm(call: Call, x, scale, bias):
-    return _forward(call, x, scale, bias)[0]
+    with _sharding.mesh_of(x):
+        return _forward(call, x, scale, bias)[0]
 
 
 def _kernel_group_norm_fwd(call: Call, x, scale, bias):
-    y, mean, rstd = _forward(call, x, scale, bias)
+    with _sharding.mesh_of(x):
+        y, mean, rstd = _forward(call, x, scale, bias)
+        explicit = _sharding.mesh_is_explicit()
     mean, rstd = (checkpoint_name(s, STATISTICS_NAME) for s in (mean, rstd))
     # Without an activation the pre-activation is not recomputed, and bias not needed; but under
     # explicit mesh axes its gradient must be sharded as it is.
-    unneeded = call.problem.activation is None and not _sharding.mesh_is_explicit()
+    unneeded = call.problem.activation is None and not explicit
     saved_bias = None if unneeded else bias
     return y, (x, scale, saved_bias, mean, rstd)
 
 
 def _kernel_group_norm_bwd(call: Call, saved, dy):
-    return _backward(call, dy, *saved)
+    with _sharding.mesh_of(dy):
+        return _backward(call, dy, *saved)
 
 
 _kernel_group_norm.defvjp(_kernel_group_norm_fwd, _kernel_group_norm_bwd)
@@ -261,7 +266,8 @@ def _forward(call: Call, x, scale, bias):
 @_forward.defjvp
 def _forward_jvp(call: Call, primals, tangents):
     definition = functools.partial(_sharding.define, "forward", call)
-    return _forward(call, *primals), jax.jvp(definition, primals, tangents)[1]
+    with _sharding.mesh_of(primals[0]):
+        return _forward(call, *primals), jax.jvp(definition, primals, tangents)[1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -272,4 +278,5 @@ def _backward(call: Call, dy, x, scale, bias, mean, rstd):
 @_backward.defjvp
 def _backward_jvp(call: Call, primals, tangents):
     definition = functools.partial(_sharding.define, "backward", call)
-    return _backward(call, *primals), jax.jvp(definition, primals, tangents)[1]
+    with _sharding.mesh_of(primals[0]):
+        return _backward(call, *primals), jax.jvp(definition, primals, tangents)[1]

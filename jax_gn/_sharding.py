@@ -107,6 +107,21 @@ def _varying(array) -> frozenset[str]:
     return of_type.vma if hasattr(of_type, "vma") else of_type.mat.varying  # vma: jax 0.8
 
 
+@contextlib.contextmanager
+def mesh_of(x):
+    """The explicit mesh that x's type names is the current one, where none is (`jax.set_mesh`).
+
+    An array that was put on such a mesh brings its own along, and so do all results of it.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    explicit = AxisType.Explicit in (mesh.axis_types or ())
+    if explicit and jax.sharding.get_abstract_mesh().empty:
+        with jax.sharding.use_abstract_mesh(mesh):
+            yield
+    else:
+        yield
+
+
 def mesh_is_explicit() -> bool:
     axis_types = jax.sharding.get_abstract_mesh().axis_types or ()
     return AxisType.Explicit in axis_types and AxisType.Manual not in axis_types

@@ -43,7 +43,7 @@ def of_layout(layout: str, mesh: str) -> list[dict]:
     return found
 
 
-@pytest.fixture(params=["auto", "explicit"])
+@pytest.fixture(params=["auto", "explicit", "of the arrays"])
 def mesh(request) -> str:
     return request.param
 
