@@ -201,8 +201,8 @@ def check_epsilon(epsilon: Any) -> float:
         value = float(epsilon)
     except OverflowError:  # a Python integer beyond float64
         value = math.inf
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"epsilon must be finite and >= 0, got {value}")
+    if not 0 <= value <= float(jnp.finfo(jnp.float32).max):  # false for NaN
+        raise ValueError(f"epsilon must be finite (in float32) and >= 0, got {value}")
     return value
 
 
@@ -268,7 +268,7 @@ def _channel_axis(channel_axis: int, rank: int) -> int:
 
 def _dtype_name(what: str, dtype: Any) -> str:
     try:
-        name = jnp.dtype(dtype).name
+        name = str(None) if dtype is None else jnp.dtype(dtype).name  # NumPy's None is float64
     except TypeError:  # a PRNG key's, say
         name = str(dtype)
     if name not in ACCUMULATORS:

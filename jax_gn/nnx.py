@@ -200,6 +200,11 @@ _SWAPS = {nnx.GroupNorm: GroupNorm, nnx.InstanceNorm: InstanceNorm}
 def _unique(names: Iterable[str]) -> list[str]:
     if isinstance(names, str):
         raise TypeError(f"fold_silu must be a collection of paths: write fold_silu=[{names!r}]")
+    if not isinstance(names, Iterable):
+        raise TypeError(
+            "fold_silu must be a collection of paths, of which swap_norms(model) returns all, "
+            f"got {names!r}"
+        )
     return list(dict.fromkeys(names))
 
 

@@ -56,6 +56,7 @@ REFUSED = {
     "epsilon nan": ({"epsilon": float("nan")}, ValueError, ["epsilon", "finite", "nan"]),
     "epsilon inf": ({"epsilon": float("inf")}, ValueError, ["epsilon", "finite", "inf"]),
     "epsilon huge": ({"epsilon": 10**400}, ValueError, ["epsilon", "finite"]),
+    "epsilon of float64": ({"epsilon": 1e300}, ValueError, ["epsilon", "finite (in float32)"]),
     "epsilon None": ({"epsilon": None}, TypeError, ["epsilon", "Python number", "NoneType"]),
     "epsilon text": ({"epsilon": "1e-6"}, TypeError, ["epsilon", "Python number", "str"]),
     "epsilon bool": ({"epsilon": True}, TypeError, ["epsilon", "Python number", "bool"]),

@@ -98,6 +98,7 @@ def test_fold_of_a_shared_norm():
         (["body.layers.3"], ValueError, "not followed by nnx.silu"),
         (["own"], ValueError, "'own' is a Scaled"),
         ("again", TypeError, r"write fold_silu=\['again'\]"),
+        (True, TypeError, "fold_silu must be a collection of paths"),
     ],
 )
 def test_errors_change_nothing(fold, error, text):

@@ -385,6 +385,7 @@ def test_platform_and_device_defaults(op):
         ({"shape": 8}, TypeError, "shape must be a sequence of integers, got 8"),
         ({"shape": (2, 9, 0)}, ValueError, "no channels"),
         ({"dtype": "int8"}, TypeError, "x must be one of float32, .*got int8"),
+        ({"dtype": None}, TypeError, "x must be one of float32, .*got None"),
         ({"num_groups": 3}, ValueError, "num_groups=3 for C=8"),
         ({"scale_shape": (9,)}, ValueError, r"scale must have shape \(8,\)"),
         ({"scale_dtype": "float16"}, ValueError, "scale_dtype is given without scale_shape"),

@@ -51,7 +51,7 @@ WRONG = {
         (_of((2, 2), "float16"), TypeError, "rstd must be float32, got float16"),
     ],
     "epsilon": [
-        (-1.0, ValueError, "epsilon must be finite and >= 0, got -1.0"),
+        (-1.0, ValueError, "epsilon must be finite .in float32. and >= 0, got -1.0"),
         (float("nan"), ValueError, "epsilon must be finite"),
         ("1", TypeError, "epsilon must be a Python number"),
     ],

@@ -5,7 +5,7 @@
 #
 #   tools/gpu.sh [build] [native] [stress] [test] [sanitize] [time]   all by default; build first
 #
-# The sanitizers can be named one by one, `time` as kernel_times and xla_times. JAX_GN_HARNESS can name
+# The sanitizers can be named one by one, `time` as kernel_times and bench. JAX_GN_HARNESS can name
 # a native harness built elsewhere (and JAX_GN_STRESS_HARNESS one with -DJAX_GN_STRESS): then
 # `JAX_GN_HARNESS=… tools/gpu.sh native memcheck initcheck racecheck` needs no build, and can run
 # beside it. Each step takes less than 10 minutes. Logs go to $OUT, else benchmarks/results/gpu/.
@@ -105,9 +105,10 @@ for name, row in json.load(open('benchmarks/shapes.json'))['problems'].items():
 }
 # shellcheck disable=SC2046
 time_kernels() { "$harness" time $(problems); }
-time_jax() {
-  PYTHONPATH=$site XLA_PYTHON_CLIENT_PREALLOCATE=true \
-    python3 -P tests/native/xla_timing.py "$out/xla_times.jsonl"
+# The same problems through JAX, next to Flax, torch and Liger where they are installed.
+bench() {
+  PYTHONPATH=$site:. XLA_PYTHON_CLIENT_PREALLOCATE=true python3 -P -m benchmarks --pass forward both \
+    --layout channels_last channels_first --out "$out/cuda.json"
 }
 
 for what in "${@:-build native stress test sanitize time}"; do
@@ -122,10 +123,10 @@ for what in "${@:-build native stress test sanitize time}"; do
         ;;
       memcheck | initcheck | racecheck | memcheck_jax) step "$one" "$one" ;;
       kernel_times) step kernel_times time_kernels ;;
-      xla_times) step xla_times time_jax ;;
+      bench) step bench bench ;;
       time)
         step kernel_times time_kernels
-        step xla_times time_jax
+        step bench bench
         ;;
       *)
         echo "no such step: $one" >&2
