@@ -3,7 +3,8 @@
 //
 // Nothing depends on the device, so that the workspace fits wherever the call runs and the bits
 // are the same there. A sample's y and dx don't depend on its batch either: only how many samples
-// share a partial sum of dscale and dbias depends on N. (The resident kernels' cuts do depend on N.)
+// share a partial sum of dscale and dbias depends on N. (The resident kernels' cuts do depend on
+// N.)
 #ifndef JAX_GN_CUDA_CUT_H_
 #define JAX_GN_CUDA_CUT_H_
 
