@@ -251,7 +251,8 @@ class GridTeam {
   __device__ __forceinline__ float2* Place(int exchange, int rank, int group) const {
     return reinterpret_cast<float2*>(places_) + ((exchange & 1) * size_ + rank) * groups_ + group;
   }
-  // Releases what this block has put, acquires what `all` arrivals have.
+  // By one thread between two barriers of its block: releases what the block's threads have put,
+  // and acquires what those of all others have.
   __device__ __forceinline__ void AwaitAll(unsigned all) const {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals_) : "memory");
     unsigned arrived;

@@ -52,8 +52,8 @@ struct Tile {
   }
 };
 
-// f(packs, step, count) for the steps that pass: `count` of them from `step` on, loaded together.
-// load(step) gives one. Backwards: the last ones first.
+// f(load(step), step) for the steps that pass, [begin, end): kAtOnce of them are loaded together.
+// Backwards: the last ones first.
 template <int kAtOnce, typename Load, typename F>
 __device__ __forceinline__ void ForPassing(int begin, int end, bool backwards, Load load, F f) {
   using Loaded = decltype(load(0));

@@ -48,6 +48,7 @@ __device__ __forceinline__ void TileStatistics(
     const E* x, const Pack<E>* slots, CopyParts* parts, float epsilon, float* mean, float* rstd,
     int* exchanges) {
   constexpr int kSize = kPackSize<E>;
+  // Slower threads may still read the last slab's mean and rstd of it; the shift they don't.
   for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
     const E* const first = FirstOfGroup(cut, tile, x, group);
     space.numbers[group].shift = ShiftOf([&](int i) { return first[ShiftPosition(cut, i)]; });
