@@ -120,8 +120,7 @@ def group_norm(
     partition = _sharding.partitions()
     call = Call(problem, epsilon, fallback=chosen is None, partition=partition, across=across)
     if chosen == "xla":
-        with _sharding.mesh_of(x):
-            return _sharding.define("forward", call, x, scale, bias)[0]
+        return _sharding.define("forward", call, x, scale, bias)[0]
     x, scale, bias = _sharding.vary_alike(x, scale, bias)
     try:
         return _kernel_group_norm(call, x, scale, bias)
@@ -234,25 +233,21 @@ def _warn_fallback(reason: str) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kernel_group_norm(call: Call, x, scale, bias):
-    with _sharding.mesh_of(x):
-        return _forward(call, x, scale, bias)[0]
+    return _forward(call, x, scale, bias)[0]
 
 
 def _kernel_group_norm_fwd(call: Call, x, scale, bias):
-    with _sharding.mesh_of(x):
-        y, mean, rstd = _forward(call, x, scale, bias)
-        explicit = _sharding.mesh_is_explicit()
+    y, mean, rstd = _forward(call, x, scale, bias)
     mean, rstd = (checkpoint_name(s, STATISTICS_NAME) for s in (mean, rstd))
     # Without an activation the pre-activation is not recomputed, and bias not needed; but under
     # explicit mesh axes its gradient must be sharded as it is.
-    unneeded = call.problem.activation is None and not explicit
+    unneeded = call.problem.activation is None and not _sharding.mesh_is_explicit(x)
     saved_bias = None if unneeded else bias
     return y, (x, scale, saved_bias, mean, rstd)
 
 
 def _kernel_group_norm_bwd(call: Call, saved, dy):
-    with _sharding.mesh_of(dy):
-        return _backward(call, dy, *saved)
+    return _backward(call, dy, *saved)
 
 
 _kernel_group_norm.defvjp(_kernel_group_norm_fwd, _kernel_group_norm_bwd)
@@ -266,8 +261,7 @@ def _forward(call: Call, x, scale, bias):
 @_forward.defjvp
 def _forward_jvp(call: Call, primals, tangents):
     definition = functools.partial(_sharding.define, "forward", call)
-    with _sharding.mesh_of(primals[0]):
-        return _forward(call, *primals), jax.jvp(definition, primals, tangents)[1]
+    return _forward(call, *primals), jax.jvp(definition, primals, tangents)[1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -278,5 +272,4 @@ def _backward(call: Call, dy, x, scale, bias, mean, rstd):
 @_backward.defjvp
 def _backward_jvp(call: Call, primals, tangents):
     definition = functools.partial(_sharding.define, "backward", call)
-    with _sharding.mesh_of(primals[0]):
-        return _backward(call, *primals), jax.jvp(definition, primals, tangents)[1]
+    return _backward(call, *primals), jax.jvp(definition, primals, tangents)[1]

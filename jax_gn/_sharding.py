@@ -61,6 +61,11 @@ def partitions() -> bool:
 
 def run(kind: str, local: Callable, call, *arrays):
     """local(call, *arrays), each device on its own shard where the mesh leaves that to us."""
+    with _mesh_of(arrays[_ARGUMENTS[kind].index("x")]):
+        return _run(kind, local, call, *arrays)
+
+
+def _run(kind: str, local: Callable, call, *arrays):
     axis_types = jax.sharding.get_abstract_mesh().axis_types or ()
     if jax.device_count() == 1 or AxisType.Manual in axis_types:
         return local(call, *arrays)  # what is here is local
@@ -75,11 +80,16 @@ def run(kind: str, local: Callable, call, *arrays):
 
 def define(kind: str, call, *arrays):
     """The definition of that pass: differentiable, to any order."""
-    definition = functools.partial(_definition, kind)
-    if mesh_is_explicit() and call.across is None:
+    if mesh_is_explicit(arrays[_ARGUMENTS[kind].index("x")]) and call.across is None:
         # Reshapes and slices of sharded axes have no types there.
-        return run(kind, definition, call, *arrays)
-    return definition(call, *arrays)
+        return _run_definition(kind, call, *arrays)
+    return _definition(kind, call, *arrays)
+
+
+# jit: an eager call has no devices for a mesh that only its arrays know.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_definition(kind: str, call, *arrays):
+    return run(kind, functools.partial(_definition, kind), call, *arrays)
 
 
 def vary_alike(*arrays):
@@ -108,7 +118,7 @@ def _varying(array) -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def mesh_of(x):
+def _mesh_of(x):
     """The explicit mesh that x's type names is the current one, where none is (`jax.set_mesh`).
 
     An array that was put on such a mesh brings its own along, and so do all results of it.
@@ -122,8 +132,10 @@ def mesh_of(x):
         yield
 
 
-def mesh_is_explicit() -> bool:
-    axis_types = jax.sharding.get_abstract_mesh().axis_types or ()
+def mesh_is_explicit(x) -> bool:
+    """Whether x lies on a mesh of explicit axes, by the current mesh or its own."""
+    with _mesh_of(x):
+        axis_types = jax.sharding.get_abstract_mesh().axis_types or ()
     return AxisType.Explicit in axis_types and AxisType.Manual not in axis_types
 
 

@@ -60,6 +60,13 @@ def test_every_device_runs_the_kernels_and_numbers_are_those_of_one(layout, mesh
             numerics.assert_relative(row[direction]["error"], dtype)
 
 
+@pytest.mark.parametrize("layout", ROWS)
+def test_eager_calls_take_the_mesh_of_their_arrays(layout):
+    """The kernels and the definition; y is of size 1."""
+    for row in of_layout(layout, "of the arrays"):
+        assert row["eager"] < 1e-5, row
+
+
 @pytest.mark.parametrize("layout", ["batch", "batch of two axes", "channels", "batch and channels"])
 def test_nothing_moves_forward(layout, mesh):
     for row in of_layout(layout, mesh):
