@@ -60,7 +60,7 @@ def interleaved(
 def alone(events: Sequence[tuple]) -> list[float]:
     """Seconds of each (start, duration, ...), in order of start, after those before it have ended.
 
-    A kernel that is launched early, as XLA and we do it on Hopper, waits on the device for the one
+    A kernel that is launched early, as XLA does it on Hopper, waits on the device for the one
     before it, and a trace counts the waiting as its duration: up to 160 us behind a convolution.
     """
     seconds, busy_until = [], 0.0

@@ -137,7 +137,8 @@ double GridTeamCost(const Problem& problem, const cuda::ResidentCut& cut) {
 
 int64_t SpaceBytes(const Problem& problem, const cuda::ResidentCut& cut,
                    const DeviceLimits& device) {
-  return cuda::ResidentSpaceOf(problem, cut, cuda::ResidentTeams(cut, device)).bytes();
+  const int64_t blocks = cuda::ResidentTeams(cut, device) * cut.team;
+  return cuda::ResidentSpaceOf(problem, cut, blocks).bytes();
 }
 
 // What "streaming" adds to the copy's time, channels last, in 16 bits.

@@ -8,7 +8,7 @@
 # The sanitizers can be named one by one, `time` as kernel_times and bench. JAX_GN_HARNESS can name
 # a native harness built elsewhere (and JAX_GN_STRESS_HARNESS one with -DJAX_GN_STRESS): then
 # `JAX_GN_HARNESS=… tools/gpu.sh native memcheck initcheck racecheck` needs no build, and can run
-# beside it. Each step takes less than 10 minutes. Logs go to $OUT, else benchmarks/results/gpu/.
+# beside it. Each step but bench takes less than 10 minutes. Logs go to $OUT, else benchmarks/results/gpu/.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD

@@ -206,8 +206,8 @@ class GridTeam {
   static constexpr bool kPasses = true;  // some steps may be read twice
   static constexpr int kMostThreads = kGridThreads;
   struct Space {
-    Pair<float>* places;  // [teams][2][team][groups]
-    unsigned* arrivals;   // [teams]
+    float2* places;      // [teams][2][team][groups]
+    unsigned* arrivals;  // [teams]
   };
 
   __device__ GridTeam(const ResidentCut& cut, Pair<float>* totals, const Space& space)
@@ -249,7 +249,7 @@ class GridTeam {
 
  private:
   __device__ __forceinline__ float2* Place(int exchange, int rank, int group) const {
-    return reinterpret_cast<float2*>(places_) + ((exchange & 1) * size_ + rank) * groups_ + group;
+    return places_ + ((exchange & 1) * size_ + rank) * groups_ + group;
   }
   // By one thread between two barriers of its block: releases what the block's threads have put,
   // and acquires what those of all others have.
@@ -265,7 +265,7 @@ class GridTeam {
   }
 
   Pair<float>* totals_;  // [groups], in shared memory
-  Pair<float>* places_;
+  float2* places_;
   unsigned* arrivals_;
   int size_, groups_, rank_;
 };
@@ -497,17 +497,6 @@ Status LaunchResident(Kernel kernel, const char* name, const Problem& problem,
                      BackwardInputs<E>(problem, args),
                      HasParam(problem) ? static_cast<Pair<float>*>(args.workspace) : nullptr,
                      static_cast<E*>(args.dx));
-}
-
-// The part of the workspace where grid teams exchange their sums, its counters set to 0.
-inline Status PrepareGridTeams(const Problem& problem, const ResidentCut& cut, const Stage& stage,
-                               void* workspace, cudaStream_t stream, GridTeam::Space* space) {
-  const ResidentSpace sizes = ResidentSpaceOf(problem, cut, stage.grid / cut.team);
-  char* const places = static_cast<char*>(workspace) + sizes.channel_rows;
-  space->places = reinterpret_cast<Pair<float>*>(places);
-  space->arrivals = reinterpret_cast<unsigned*>(places + sizes.places);
-  return ToStatus(cudaMemsetAsync(space->arrivals, 0, sizes.arrivals, stream),
-                  "counters of grid teams", __FILE_NAME__, __LINE__);
 }
 
 }  // namespace jax_gn::cuda

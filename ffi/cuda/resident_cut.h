@@ -209,21 +209,21 @@ inline bool Fits(const ResidentCut& cut, const DeviceLimits& device) {
          cut.channels <= INT32_MAX;
 }
 
-// What a call needs in the workspace, in bytes, one after the other: sums of channels, sums that
-// grid teams exchange, and a counter for each team.
+// What a launch of so many blocks needs in the workspace, in bytes, one after the other: sums of
+// channels, sums that grid teams exchange, and a counter for each team.
 struct ResidentSpace {
   int64_t channel_rows = 0, places = 0, arrivals = 0;
 
   int64_t bytes() const { return channel_rows + places + arrivals; }
 };
 inline ResidentSpace ResidentSpaceOf(const Problem& problem, const ResidentCut& cut,
-                                     int64_t teams) {
+                                     int64_t blocks) {
   ResidentSpace space;
   const int64_t row = problem.channels * 2 * SizeOf(problem.accumulator());
   space.channel_rows = AlignUp(ResidentRows(problem, cut.team) * row, kPackBytes);
   if (!cut.grid_team()) return space;
-  space.places = AlignUp(2 * teams * cut.team * cut.tile_groups * 8, kPackBytes);
-  space.arrivals = AlignUp(4 * teams, kPackBytes);
+  space.places = AlignUp(2 * blocks * cut.tile_groups * 8, kPackBytes);
+  space.arrivals = AlignUp(4 * (blocks / cut.team), kPackBytes);
   return space;
 }
 

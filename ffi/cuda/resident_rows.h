@@ -126,6 +126,24 @@ struct PackGroups {
   }
 };
 
+// A pass by clusters or by grid teams, whichever the cut has. Those exchange their sums in the
+// workspace, behind the sums of channels, and count from 0.
+template <typename E, typename ClusterKernel, typename GridKernel, typename Args>
+Status LaunchTiles(ClusterKernel by_clusters, GridKernel by_grid_teams, const char* name,
+                   const Problem& problem, const ResidentCut& cut, const Stage& stage,
+                   const Args& args, cudaStream_t stream) {
+  if (!cut.grid_team()) {
+    return LaunchResident<E>(by_clusters, name, problem, cut, stage, args, stream, Team::Space());
+  }
+  const ResidentSpace sizes = ResidentSpaceOf(problem, cut, stage.grid);
+  char* const places = static_cast<char*>(args.workspace) + sizes.channel_rows;
+  const GridTeam::Space space = {reinterpret_cast<float2*>(places),
+                                 reinterpret_cast<unsigned*>(places + sizes.places)};
+  JAX_GN_TRY(ToStatus(cudaMemsetAsync(space.arrivals, 0, sizes.arrivals, stream),
+                      "counters of grid teams", __FILE_NAME__, __LINE__));
+  return LaunchResident<E>(by_grid_teams, name, problem, cut, stage, args, stream, space);
+}
+
 }  // namespace jax_gn::cuda
 
 #endif  // JAX_GN_CUDA_RESIDENT_ROWS_H_

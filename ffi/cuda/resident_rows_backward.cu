@@ -220,14 +220,9 @@ template <typename E>
 Status LaunchResidentTileBackward(const Problem& problem, const ResidentCut& cut,
                                   const Stage& stage, const BackwardArgs& args,
                                   cudaStream_t stream) {
-  if (!cut.grid_team()) {
-    return LaunchResident<E>(ResidentTileBackwardKernel<E, Team>, "ResidentTileBackwardKernel",
-                             problem, cut, stage, args, stream, Team::Space());
-  }
-  GridTeam::Space space;
-  JAX_GN_TRY(PrepareGridTeams(problem, cut, stage, args.workspace, stream, &space));
-  return LaunchResident<E>(ResidentTileBackwardKernel<E, GridTeam>, "ResidentTileBackwardKernel",
-                           problem, cut, stage, args, stream, space);
+  return LaunchTiles<E>(ResidentTileBackwardKernel<E, Team>,
+                        ResidentTileBackwardKernel<E, GridTeam>, "ResidentTileBackwardKernel",
+                        problem, cut, stage, args, stream);
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                     \

@@ -200,14 +200,8 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
 template <typename E>
 Status LaunchResidentTileForward(const Problem& problem, const ResidentCut& cut, const Stage& stage,
                                  const ForwardArgs& args, cudaStream_t stream) {
-  if (!cut.grid_team()) {
-    return LaunchResident<E>(ResidentTileForwardKernel<E, Team>, "ResidentTileForwardKernel",
-                             problem, cut, stage, args, stream, Team::Space());
-  }
-  GridTeam::Space space;
-  JAX_GN_TRY(PrepareGridTeams(problem, cut, stage, args.workspace, stream, &space));
-  return LaunchResident<E>(ResidentTileForwardKernel<E, GridTeam>, "ResidentTileForwardKernel",
-                           problem, cut, stage, args, stream, space);
+  return LaunchTiles<E>(ResidentTileForwardKernel<E, Team>, ResidentTileForwardKernel<E, GridTeam>,
+                        "ResidentTileForwardKernel", problem, cut, stage, args, stream);
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                    \

@@ -92,9 +92,9 @@ inline void ChooseCut(const Problem& problem, int which, Plan* plan) {
   DeviceLimits device;
   device.multiprocessors = which % 3 == 0 ? 132 : which % 3 == 1 ? 16 : 1;
   cuda::PlanResident(problem, cut, device, &chosen);
-  const int64_t teams = chosen.stages[0].grid / cut.team;
+  const int64_t blocks = chosen.stages[0].grid;
   chosen.workspace_bytes =
-      std::max(plan->workspace_bytes, cuda::ResidentSpaceOf(problem, cut, teams).bytes());
+      std::max(plan->workspace_bytes, cuda::ResidentSpaceOf(problem, cut, blocks).bytes());
   *plan = chosen;
 }
 

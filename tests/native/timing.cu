@@ -211,8 +211,7 @@ void TimeCuts(const std::string& name, const Problem& p, const CutFilter& wanted
     for (size_t i = 0; i < kind.size(); i += apart) {
       Plan plan;
       cuda::PlanResident(p, kind[i], DeviceLimits(), &plan);
-      const int64_t teams = plan.stages[0].grid / kind[i].team;
-      plan.workspace_bytes = cuda::ResidentSpaceOf(p, kind[i], teams).bytes() + 16;
+      plan.workspace_bytes = cuda::ResidentSpaceOf(p, kind[i], plan.stages[0].grid).bytes() + 16;
       TimeOne(name, p, plan, Label(p, plan).c_str(), copy_seconds);
     }
   }
