@@ -137,10 +137,11 @@ nb::dict PlanToDict(const Problem& problem, const Plan& plan) {
 // Raises ValueError for an invalid problem and NotImplementedError for an unserved one.
 nb::dict PlanFor(std::string_view op, bool sums_only, std::string_view dtype,
                  std::string_view layout, std::string_view activation, std::string_view scale,
-                 std::string_view bias, std::string_view scale_dtype, std::string_view bias_dtype,
-                 int64_t n, int64_t spatial, int64_t channels, int64_t groups,
-                 std::string_view platform, int capability, int multiprocessors,
-                 int64_t shared_memory_per_block, int64_t l2_bytes, std::string_view preference) {
+                 std::string_view bias, std::string_view addend, std::string_view scale_dtype,
+                 std::string_view bias_dtype, std::string_view addend_dtype, int64_t n,
+                 int64_t spatial, int64_t channels, int64_t groups, std::string_view platform,
+                 int capability, int multiprocessors, int64_t shared_memory_per_block,
+                 int64_t l2_bytes, std::string_view preference) {
   Problem problem;
   problem.op = Named<Op>(kOpNames, op);
   problem.sums_only = sums_only;
@@ -149,8 +150,10 @@ nb::dict PlanFor(std::string_view op, bool sums_only, std::string_view dtype,
   problem.activation = Named<Activation>(kActivationNames, activation);
   problem.scale = Named<Param>(kParamNames, scale);
   problem.bias = Named<Param>(kParamNames, bias);
+  problem.addend = Named<Param>(kParamNames, addend);
   problem.scale_dtype = Named<DType>(kDTypeNames, scale_dtype);
   problem.bias_dtype = Named<DType>(kDTypeNames, bias_dtype);
+  problem.addend_dtype = Named<DType>(kDTypeNames, addend_dtype);
   problem.n = n;
   problem.spatial = spatial;
   problem.channels = channels;
@@ -181,10 +184,11 @@ NB_MODULE(_cpu, m) {
       "The instruction set that the CPU loops use on this machine.");
   m.def("plan", &PlanFor, nb::kw_only(), nb::arg("op"), nb::arg("sums_only") = false,
         nb::arg("dtype"), nb::arg("layout"), nb::arg("activation"), nb::arg("scale"),
-        nb::arg("bias"), nb::arg("scale_dtype"), nb::arg("bias_dtype"), nb::arg("n"),
-        nb::arg("spatial"), nb::arg("channels"), nb::arg("groups"), nb::arg("platform"),
-        nb::arg("capability"), nb::arg("multiprocessors"), nb::arg("shared_memory_per_block"),
-        nb::arg("l2_bytes"), nb::arg("preference"), "The plan of a problem, as a dict.");
+        nb::arg("bias"), nb::arg("addend"), nb::arg("scale_dtype"), nb::arg("bias_dtype"),
+        nb::arg("addend_dtype"), nb::arg("n"), nb::arg("spatial"), nb::arg("channels"),
+        nb::arg("groups"), nb::arg("platform"), nb::arg("capability"), nb::arg("multiprocessors"),
+        nb::arg("shared_memory_per_block"), nb::arg("l2_bytes"), nb::arg("preference"),
+        "The plan of a problem, as a dict.");
 }
 
 }  // namespace

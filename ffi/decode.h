@@ -2,13 +2,13 @@
 // says what was received and what is allowed. It, handlers.h and the modules alone see xla/ffi.
 //
 // One signature serves cpu and cuda. An attribute is only what no buffer tells:
-//   forward:      x, scale, bias                  -> y, mean, rstd, workspace
-//   backward:     dy, x, scale, bias, mean, rstd  -> dx, dscale, dbias, workspace
+//   forward:      x, scale, bias, addend                  -> y, mean, rstd, workspace
+//   backward:     dy, x, scale, bias, addend, mean, rstd  -> dx, dscale, dbias, workspace
 // and their sums alone, of a device's share of the positions:
-//   moments:      x                               -> mean, mean_low, variance, workspace
-//   channel_sums: dy, x, scale, bias, mean, rstd  -> dz, dz_xhat, workspace
-// An absent scale, bias, dscale or dbias is a buffer of shape [0] (channels are never 0). The
-// number of groups is mean's second dimension.
+//   moments:      x, addend                               -> mean, mean_low, variance, workspace
+//   channel_sums: dy, x, scale, bias, addend, mean, rstd  -> dz, dz_xhat, workspace
+// An absent scale, bias, addend, dscale or dbias is a buffer of shape [0] (channels are never 0).
+// The number of groups is mean's second dimension. The gradient of addend is dx, summed.
 #ifndef JAX_GN_DECODE_H_
 #define JAX_GN_DECODE_H_
 
@@ -177,7 +177,7 @@ inline Status CheckLikeX(const Buffer& buffer, const char* name, const Buffer& x
   return Status();
 }
 
-// scale, bias or their gradients: [0], [C] or [N, C].
+// scale, bias, addend or gradients: [0], [C] or [N, C].
 inline Status DecodeParam(const Buffer& buffer, const char* name, const Problem& problem,
                           Param* param, DType* dtype) {
   JAX_GN_TRY(DecodeDType(buffer, name, dtype));
@@ -215,10 +215,10 @@ inline const void* DataOrNull(const Buffer& buffer, Param param) {
   return param == Param::kAbsent ? nullptr : buffer.untyped_data();
 }
 
-inline Status DecodeForward(const Buffer& x, const Buffer& scale, const Buffer& bias, Output& y,
-                            Output& mean, Output& rstd, Output& workspace,
-                            const Attributes& attributes, double epsilon, Problem* problem,
-                            ForwardArgs* args) {
+inline Status DecodeForward(const Buffer& x, const Buffer& scale, const Buffer& bias,
+                            const Buffer& addend, Output& y, Output& mean, Output& rstd,
+                            Output& workspace, const Attributes& attributes, double epsilon,
+                            Problem* problem, ForwardArgs* args) {
   problem->op = Op::kForward;
   JAX_GN_TRY(DecodeSizes(x, *mean, attributes, problem));
   JAX_GN_TRY(CheckLikeX(*y, "y", x));
@@ -226,6 +226,7 @@ inline Status DecodeForward(const Buffer& x, const Buffer& scale, const Buffer& 
   JAX_GN_TRY(CheckStatistic(*rstd, "rstd", *problem));
   JAX_GN_TRY(DecodeParam(scale, "scale", *problem, &problem->scale, &problem->scale_dtype));
   JAX_GN_TRY(DecodeParam(bias, "bias", *problem, &problem->bias, &problem->bias_dtype));
+  JAX_GN_TRY(DecodeParam(addend, "addend", *problem, &problem->addend, &problem->addend_dtype));
   if (!(epsilon >= 0) || std::isinf(epsilon)) {
     return JAX_GN_ERROR(kInvalidArgument,
                         "epsilon must be finite and >= 0, got " + std::to_string(epsilon));
@@ -233,6 +234,7 @@ inline Status DecodeForward(const Buffer& x, const Buffer& scale, const Buffer& 
   *args = {x.untyped_data(),
            DataOrNull(scale, problem->scale),
            DataOrNull(bias, problem->bias),
+           DataOrNull(addend, problem->addend),
            epsilon,
            y->untyped_data(),
            mean->untyped_data(),
@@ -243,9 +245,10 @@ inline Status DecodeForward(const Buffer& x, const Buffer& scale, const Buffer& 
 
 // bias is only read with an activation; without one it may be [0] while dbias is not.
 inline Status DecodeBackward(const Buffer& dy, const Buffer& x, const Buffer& scale,
-                             const Buffer& bias, const Buffer& mean, const Buffer& rstd, Output& dx,
-                             Output& dscale, Output& dbias, Output& workspace,
-                             const Attributes& attributes, Problem* problem, BackwardArgs* args) {
+                             const Buffer& bias, const Buffer& addend, const Buffer& mean,
+                             const Buffer& rstd, Output& dx, Output& dscale, Output& dbias,
+                             Output& workspace, const Attributes& attributes, Problem* problem,
+                             BackwardArgs* args) {
   problem->op = Op::kBackward;
   JAX_GN_TRY(DecodeSizes(x, mean, attributes, problem));
   JAX_GN_TRY(CheckLikeX(dy, "dy", x));
@@ -255,6 +258,7 @@ inline Status DecodeBackward(const Buffer& dy, const Buffer& x, const Buffer& sc
   JAX_GN_TRY(DecodeParam(scale, "scale", *problem, &problem->scale, &problem->scale_dtype));
   JAX_GN_TRY(CheckGradient(*dscale, "dscale", *problem, problem->scale, problem->scale_dtype));
   JAX_GN_TRY(DecodeParam(*dbias, "dbias", *problem, &problem->bias, &problem->bias_dtype));
+  JAX_GN_TRY(DecodeParam(addend, "addend", *problem, &problem->addend, &problem->addend_dtype));
   Param given_bias;
   DType given_dtype;
   JAX_GN_TRY(DecodeParam(bias, "bias", *problem, &given_bias, &given_dtype));
@@ -268,6 +272,7 @@ inline Status DecodeBackward(const Buffer& dy, const Buffer& x, const Buffer& sc
            x.untyped_data(),
            DataOrNull(scale, problem->scale),
            DataOrNull(bias, given_bias),
+           DataOrNull(addend, problem->addend),
            mean.untyped_data(),
            rstd.untyped_data(),
            dx->untyped_data(),
@@ -277,16 +282,24 @@ inline Status DecodeBackward(const Buffer& dy, const Buffer& x, const Buffer& sc
   return Status();
 }
 
-inline Status DecodeMoments(const Buffer& x, Output& mean, Output& mean_low, Output& variance,
-                            Output& workspace, const Attributes& attributes, Problem* problem,
-                            ForwardArgs* args) {
+inline Status DecodeMoments(const Buffer& x, const Buffer& addend, Output& mean, Output& mean_low,
+                            Output& variance, Output& workspace, const Attributes& attributes,
+                            Problem* problem, ForwardArgs* args) {
   problem->op = Op::kForward;
   problem->sums_only = true;
   JAX_GN_TRY(DecodeSizes(x, *mean, attributes, problem));
   JAX_GN_TRY(CheckStatistic(*mean, "mean", *problem));
   JAX_GN_TRY(CheckStatistic(*mean_low, "mean_low", *problem));
   JAX_GN_TRY(CheckStatistic(*variance, "variance", *problem));
-  *args = {x.untyped_data(),         nullptr, nullptr, 0, nullptr, mean->untyped_data(), nullptr,
+  JAX_GN_TRY(DecodeParam(addend, "addend", *problem, &problem->addend, &problem->addend_dtype));
+  *args = {x.untyped_data(),
+           nullptr,
+           nullptr,
+           DataOrNull(addend, problem->addend),
+           0,
+           nullptr,
+           mean->untyped_data(),
+           nullptr,
            workspace->untyped_data()};
   args->mean_low = mean_low->untyped_data();
   args->variance = variance->untyped_data();
@@ -295,8 +308,8 @@ inline Status DecodeMoments(const Buffer& x, Output& mean, Output& mean_low, Out
 
 // scale and bias are only read with an activation; both may be [0] whatever the call is a part of.
 inline Status DecodeChannelSums(const Buffer& dy, const Buffer& x, const Buffer& scale,
-                                const Buffer& bias, const Buffer& mean, const Buffer& rstd,
-                                Output& dz, Output& dz_xhat, Output& workspace,
+                                const Buffer& bias, const Buffer& addend, const Buffer& mean,
+                                const Buffer& rstd, Output& dz, Output& dz_xhat, Output& workspace,
                                 const Attributes& attributes, Problem* problem,
                                 BackwardArgs* args) {
   problem->op = Op::kBackward;
@@ -307,12 +320,14 @@ inline Status DecodeChannelSums(const Buffer& dy, const Buffer& x, const Buffer&
   JAX_GN_TRY(CheckStatistic(rstd, "rstd", *problem));
   JAX_GN_TRY(DecodeParam(scale, "scale", *problem, &problem->scale, &problem->scale_dtype));
   JAX_GN_TRY(DecodeParam(bias, "bias", *problem, &problem->bias, &problem->bias_dtype));
+  JAX_GN_TRY(DecodeParam(addend, "addend", *problem, &problem->addend, &problem->addend_dtype));
   JAX_GN_TRY(CheckNumbers(*dz, "dz", *problem, problem->channels));
   JAX_GN_TRY(CheckNumbers(*dz_xhat, "dz_xhat", *problem, problem->channels));
   *args = {dy.untyped_data(),
            x.untyped_data(),
            DataOrNull(scale, problem->scale),
            DataOrNull(bias, problem->bias),
+           DataOrNull(addend, problem->addend),
            mean.untyped_data(),
            rstd.untyped_data(),
            nullptr,

@@ -48,47 +48,49 @@ template <typename Backend>
 class Handlers {
  public:
   static ffi::Error Forward(typename Backend::Context context, Buffer x, Buffer scale, Buffer bias,
-                            Output y, Output mean, Output rstd, Output workspace,
+                            Buffer addend, Output y, Output mean, Output rstd, Output workspace,
                             std::string_view layout, std::string_view activation,
                             std::string_view family, double epsilon) {
     return Handle<ForwardArgs>(
         context, workspace, layout, activation, family,
         [&](const Attributes& attributes, Problem* problem, ForwardArgs* args) {
-          return DecodeForward(x, scale, bias, y, mean, rstd, workspace, attributes, epsilon,
-                               problem, args);
+          return DecodeForward(x, scale, bias, addend, y, mean, rstd, workspace, attributes,
+                               epsilon, problem, args);
         });
   }
 
   static ffi::Error Backward(typename Backend::Context context, Buffer dy, Buffer x, Buffer scale,
-                             Buffer bias, Buffer mean, Buffer rstd, Output dx, Output dscale,
-                             Output dbias, Output workspace, std::string_view layout,
+                             Buffer bias, Buffer addend, Buffer mean, Buffer rstd, Output dx,
+                             Output dscale, Output dbias, Output workspace, std::string_view layout,
                              std::string_view activation, std::string_view family) {
     return Handle<BackwardArgs>(
         context, workspace, layout, activation, family,
         [&](const Attributes& attributes, Problem* problem, BackwardArgs* args) {
-          return DecodeBackward(dy, x, scale, bias, mean, rstd, dx, dscale, dbias, workspace,
-                                attributes, problem, args);
+          return DecodeBackward(dy, x, scale, bias, addend, mean, rstd, dx, dscale, dbias,
+                                workspace, attributes, problem, args);
         });
   }
 
-  static ffi::Error Moments(typename Backend::Context context, Buffer x, Output mean,
+  static ffi::Error Moments(typename Backend::Context context, Buffer x, Buffer addend, Output mean,
                             Output mean_low, Output variance, Output workspace,
                             std::string_view layout, std::string_view family) {
     return Handle<ForwardArgs>(
         context, workspace, layout, "none", family,
         [&](const Attributes& attributes, Problem* problem, ForwardArgs* args) {
-          return DecodeMoments(x, mean, mean_low, variance, workspace, attributes, problem, args);
+          return DecodeMoments(x, addend, mean, mean_low, variance, workspace, attributes, problem,
+                               args);
         });
   }
 
   static ffi::Error ChannelSums(typename Backend::Context context, Buffer dy, Buffer x,
-                                Buffer scale, Buffer bias, Buffer mean, Buffer rstd, Output dz,
-                                Output dz_xhat, Output workspace, std::string_view layout,
-                                std::string_view activation, std::string_view family) {
+                                Buffer scale, Buffer bias, Buffer addend, Buffer mean, Buffer rstd,
+                                Output dz, Output dz_xhat, Output workspace,
+                                std::string_view layout, std::string_view activation,
+                                std::string_view family) {
     return Handle<BackwardArgs>(
         context, workspace, layout, activation, family,
         [&](const Attributes& attributes, Problem* problem, BackwardArgs* args) {
-          return DecodeChannelSums(dy, x, scale, bias, mean, rstd, dz, dz_xhat, workspace,
+          return DecodeChannelSums(dy, x, scale, bias, addend, mean, rstd, dz, dz_xhat, workspace,
                                    attributes, problem, args);
         });
   }
@@ -123,6 +125,7 @@ class Handlers {
       .Arg<::xla::ffi::AnyBuffer>() /* x */         \
       .Arg<::xla::ffi::AnyBuffer>() /* scale */     \
       .Arg<::xla::ffi::AnyBuffer>() /* bias */      \
+      .Arg<::xla::ffi::AnyBuffer>() /* addend */    \
       .Ret<::xla::ffi::AnyBuffer>() /* y */         \
       .Ret<::xla::ffi::AnyBuffer>() /* mean */      \
       .Ret<::xla::ffi::AnyBuffer>() /* rstd */      \
@@ -132,13 +135,14 @@ class Handlers {
       .Attr<std::string_view>("family")             \
       .Attr<double>("epsilon")
 
-#define JAX_GN_BACKWARD_ARGUMENTS(CONTEXT)      \
-  ::xla::ffi::Ffi::Bind() CONTEXT               \
-      .Arg<::xla::ffi::AnyBuffer>() /* dy */    \
-      .Arg<::xla::ffi::AnyBuffer>() /* x */     \
-      .Arg<::xla::ffi::AnyBuffer>() /* scale */ \
-      .Arg<::xla::ffi::AnyBuffer>() /* bias */  \
-      .Arg<::xla::ffi::AnyBuffer>() /* mean */  \
+#define JAX_GN_BACKWARD_ARGUMENTS(CONTEXT)       \
+  ::xla::ffi::Ffi::Bind() CONTEXT                \
+      .Arg<::xla::ffi::AnyBuffer>() /* dy */     \
+      .Arg<::xla::ffi::AnyBuffer>() /* x */      \
+      .Arg<::xla::ffi::AnyBuffer>() /* scale */  \
+      .Arg<::xla::ffi::AnyBuffer>() /* bias */   \
+      .Arg<::xla::ffi::AnyBuffer>() /* addend */ \
+      .Arg<::xla::ffi::AnyBuffer>() /* mean */   \
       .Arg<::xla::ffi::AnyBuffer>() /* rstd */
 
 #define JAX_GN_BIND_BACKWARD(CONTEXT)               \
@@ -154,6 +158,7 @@ class Handlers {
 #define JAX_GN_BIND_MOMENTS(CONTEXT)                \
   ::xla::ffi::Ffi::Bind() CONTEXT                   \
       .Arg<::xla::ffi::AnyBuffer>() /* x */         \
+      .Arg<::xla::ffi::AnyBuffer>() /* addend */    \
       .Ret<::xla::ffi::AnyBuffer>() /* mean */      \
       .Ret<::xla::ffi::AnyBuffer>() /* mean_low */  \
       .Ret<::xla::ffi::AnyBuffer>() /* variance */  \

@@ -15,9 +15,9 @@ constexpr size_t kMostRemembered = 4096;
 // All that MakePlan looks at, in an order.
 auto Key(const Problem& p, Platform platform, const DeviceLimits& device, Family preference) {
   return std::tuple(p.op, p.sums_only, p.dtype, p.layout, p.activation, p.scale, p.bias,
-                    p.scale_dtype, p.bias_dtype, p.n, p.spatial, p.channels, p.groups, platform,
-                    preference, device.capability, device.multiprocessors,
-                    device.shared_memory_per_block, device.l2_bytes);
+                    p.scale_dtype, p.bias_dtype, p.addend, p.addend_dtype, p.n, p.spatial,
+                    p.channels, p.groups, platform, preference, device.capability,
+                    device.multiprocessors, device.shared_memory_per_block, device.l2_bytes);
 }
 
 }  // namespace

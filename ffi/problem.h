@@ -18,7 +18,7 @@ enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64 };
 enum class Layout { kChannelsLast, kChannelsFirst };
 enum class Activation { kNone, kSilu, kRelu, kGelu, kLeakyRelu };
 enum class Platform { kCpu, kCuda };
-// The shape of scale or bias: absent, [C], or [N, C].
+// The shape of scale, bias or addend: absent, [C], or [N, C].
 enum class Param { kAbsent, kPerChannel, kPerSample };
 
 // The names under which enums cross to Python and into the HLO, in the enums' order.
@@ -60,6 +60,8 @@ struct Problem {
   Param bias = Param::kAbsent;
   DType scale_dtype = DType::kFloat32;
   DType bias_dtype = DType::kFloat32;
+  Param addend = Param::kAbsent;  // what is added to x before all else
+  DType addend_dtype = DType::kFloat32;
   int64_t n = 0;
   int64_t spatial = 0;
   int64_t channels = 0;
@@ -77,7 +79,7 @@ struct Problem {
   DType dbias_dtype() const { return sums_only ? accumulator() : bias_dtype; }
 };
 
-// Elements of a scale or bias of that shape.
+// Elements of a scale, bias or addend of that shape.
 inline int64_t ParamElements(const Problem& problem, Param param) {
   return param == Param::kAbsent       ? 0
          : param == Param::kPerChannel ? problem.channels
@@ -85,9 +87,10 @@ inline int64_t ParamElements(const Problem& problem, Param param) {
 }
 
 struct ForwardArgs {
-  const void* x;      // [N, *spatial, C] or [N, C, *spatial], dtype
-  const void* scale;  // scale_dtype, nullptr if absent
-  const void* bias;   // bias_dtype, nullptr if absent
+  const void* x;       // [N, *spatial, C] or [N, C, *spatial], dtype
+  const void* scale;   // scale_dtype, nullptr if absent
+  const void* bias;    // bias_dtype, nullptr if absent
+  const void* addend;  // addend_dtype, nullptr if absent
   double epsilon;
   void* y;          // as x; nullptr with sums_only
   void* mean;       // [N, G], accumulator
@@ -99,13 +102,14 @@ struct ForwardArgs {
 };
 
 struct BackwardArgs {
-  const void* dy;     // as x
-  const void* x;      // [N, *spatial, C] or [N, C, *spatial], dtype
-  const void* scale;  // scale_dtype, nullptr if absent
-  const void* bias;   // bias_dtype, nullptr if absent; read only with an activation
-  const void* mean;   // [N, G], accumulator
-  const void* rstd;   // [N, G], accumulator
-  void* dx;           // as x; nullptr with sums_only
+  const void* dy;      // as x
+  const void* x;       // [N, *spatial, C] or [N, C, *spatial], dtype
+  const void* scale;   // scale_dtype, nullptr if absent
+  const void* bias;    // bias_dtype, nullptr if absent; read only with an activation
+  const void* addend;  // addend_dtype, nullptr if absent
+  const void* mean;    // [N, G], accumulator
+  const void* rstd;    // [N, G], accumulator
+  void* dx;            // as x; nullptr with sums_only
   // With sums_only Σ dz * xhat and Σ dz, both [N, C], accumulator; else:
   void* dscale;     // as scale, nullptr if absent
   void* dbias;      // as bias, nullptr if absent

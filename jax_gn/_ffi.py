@@ -21,7 +21,7 @@ import numpy as np
 from ._problem import Problem
 from ._version import __version__
 
-_VERSION = 1
+_VERSION = 2
 TARGETS = {
     "forward": f"jax_gn.forward.v{_VERSION}",
     "backward": f"jax_gn.backward.v{_VERSION}",
@@ -123,7 +123,9 @@ def _check_version(loaded: ModuleType) -> None:
         )
 
 
-def forward(problem: Problem, x, scale, bias, *, epsilon: float, family: str, workspace_bytes: int):
+def forward(
+    problem: Problem, x, scale, bias, addend, *, epsilon: float, family: str, workspace_bytes: int
+):
     """(y, mean, rstd) by the registered target of the platform that runs the call."""
     statistic = _like(x, problem.statistics_shape, problem.accumulator)
     results = (_like(x), statistic, statistic, _workspace(x, workspace_bytes))
@@ -132,6 +134,7 @@ def forward(problem: Problem, x, scale, bias, *, epsilon: float, family: str, wo
         x,
         _or_empty(scale),
         _or_empty(bias),
+        _or_empty(addend),
         epsilon=np.float64(epsilon),
         **_attributes(problem, family),
     )
@@ -139,7 +142,17 @@ def forward(problem: Problem, x, scale, bias, *, epsilon: float, family: str, wo
 
 
 def backward(
-    problem: Problem, dy, x, scale, bias, mean, rstd, *, family: str, workspace_bytes: int
+    problem: Problem,
+    dy,
+    x,
+    scale,
+    bias,
+    addend,
+    mean,
+    rstd,
+    *,
+    family: str,
+    workspace_bytes: int,
 ):
     """(dx, dscale, dbias), None where absent, by the registered target."""
     gradients = [
@@ -151,9 +164,8 @@ def backward(
     call = jax.ffi.ffi_call(
         TARGETS["backward"], (_like(x), *gradients, _workspace(x, workspace_bytes))
     )
-    dx, dscale, dbias, _ = call(
-        dy, x, _or_empty(scale), _or_empty(bias), mean, rstd, **_attributes(problem, family)
-    )
+    parameters = map(_or_empty, (scale, bias, addend))
+    dx, dscale, dbias, _ = call(dy, x, *parameters, mean, rstd, **_attributes(problem, family))
     return (
         dx,
         None if problem.scale is None else dscale,
@@ -161,23 +173,32 @@ def backward(
     )
 
 
-def moments(problem: Problem, x, *, family: str, workspace_bytes: int):
+def moments(problem: Problem, x, addend, *, family: str, workspace_bytes: int):
     """(mean, what its rounding left, variance), each [N, G], by the registered target."""
     statistic = _like(x, problem.statistics_shape, problem.accumulator)
     results = (statistic, statistic, statistic, _workspace(x, workspace_bytes))
     call = jax.ffi.ffi_call(TARGETS["moments"], results)
-    return tuple(call(x, layout=problem.layout, family=family)[:3])
+    return tuple(call(x, _or_empty(addend), layout=problem.layout, family=family)[:3])
 
 
 def channel_sums(
-    problem: Problem, dy, x, scale, bias, mean, rstd, *, family: str, workspace_bytes: int
+    problem: Problem,
+    dy,
+    x,
+    scale,
+    bias,
+    addend,
+    mean,
+    rstd,
+    *,
+    family: str,
+    workspace_bytes: int,
 ):
     """The sums of dz and of dz * xhat, each [N, C], by the registered target."""
     sums = _like(x, (problem.n, problem.channels), problem.accumulator)
     call = jax.ffi.ffi_call(TARGETS["channel_sums"], (sums, sums, _workspace(x, workspace_bytes)))
-    dz, dz_xhat, _ = call(
-        dy, x, _or_empty(scale), _or_empty(bias), mean, rstd, **_attributes(problem, family)
-    )
+    parameters = map(_or_empty, (scale, bias, addend))
+    dz, dz_xhat, _ = call(dy, x, *parameters, mean, rstd, **_attributes(problem, family))
     return dz, dz_xhat
 
 

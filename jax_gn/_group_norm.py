@@ -1,7 +1,7 @@
 """group_norm() and instance_norm(): choice of the implementation, and the derivatives.
 
 group_norm            checks, chooses
-  _kernel_group_norm    custom_vjp: saves x, scale, bias (with an activation), mean, rstd
+  _kernel_group_norm    custom_vjp: saves x, scale, bias (with an activation), addend, mean, rstd
     _forward, _backward   custom_jvp: the kernel for the value, the definition's JVP for the
                           tangent, so that second derivatives exist
       _spmd.forward, _spmd.backward -> _plan -> _ffi
@@ -18,7 +18,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from . import _ffi, _sharding, _spmd
-from ._problem import ONE_CHANNEL_A_GROUP, across_of, check_epsilon, is_static, problem_of
+from ._problem import (
+    ONE_CHANNEL_A_GROUP,
+    Problem,
+    across_of,
+    check_epsilon,
+    is_static,
+    problem_of,
+)
 from ._spmd import Call
 
 IMPLEMENTATIONS = ("ffi", "xla")
@@ -32,6 +39,7 @@ def group_norm(
     bias=None,
     *,
     num_groups: int,
+    addend=None,
     epsilon: float = 1e-6,
     channel_axis: int = -1,
     activation: str | None = None,
@@ -47,6 +55,8 @@ def group_norm(
         mean = sum(x) / M
         var  = sum((x - mean)**2) / M                  (biased)
         y    = activation((x - mean) / sqrt(var + epsilon) * scale + bias)
+
+    With an addend, x is x + addend there, in the type of the sums, and is not stored.
 
     Sums, mean and variance are in float32 (float64 for float64), the variance from centred values:
     large means cost y no accuracy, and its gradients what rounding the saved mean to float32 costs.
@@ -66,6 +76,9 @@ def group_norm(
         no scale.
       bias: likewise; its shape and type may differ from scale's.
       num_groups: the number of groups G, a divisor of C.
+      addend: likewise; what a model adds to x right before (the bias of a convolution without one,
+        a time embedding): the kernels add it as they read x, which saves a pass over x. None:
+        nothing. Its gradient is that of x, summed over the axes that it doesn't have.
       epsilon: added to the variance; a finite Python number >= 0.
       channel_axis: -1 (or rank - 1), or 1.
       activation: None, "silu" ("swish"), "relu", "gelu" (tanh form), "leaky_relu" (slope 0.01).
@@ -91,11 +104,12 @@ def group_norm(
 
     Source: Wu and He, "Group Normalization", ECCV 2018, arXiv:1803.08494.
     """
-    x, scale, bias = (_as_array(value) for value in (x, scale, bias))
+    x, scale, bias, addend = map(_as_array, (x, scale, bias, addend))
     problem = problem_of(
         x,
         scale,
         bias,
+        addend,
         num_groups=num_groups,
         channel_axis=channel_axis,
         activation=activation,
@@ -120,10 +134,10 @@ def group_norm(
     partition = _sharding.partitions()
     call = Call(problem, epsilon, fallback=chosen is None, partition=partition, across=across)
     if chosen == "xla":
-        return _sharding.define("forward", call, x, scale, bias)[0]
-    x, scale, bias = _sharding.vary_alike(x, scale, bias)
+        return _sharding.define("forward", call, x, scale, bias, addend)[0]
+    arrays = _sharding.vary_alike(x, scale, bias, addend)
     try:
-        return _kernel_group_norm(call, x, scale, bias)
+        return _kernel_group_norm(call, *arrays)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -138,6 +152,7 @@ def instance_norm(
     scale=None,
     bias=None,
     *,
+    addend=None,
     epsilon: float = 1e-6,
     channel_axis: int = -1,
     activation: str | None = None,
@@ -157,6 +172,7 @@ def instance_norm(
         scale,
         bias,
         num_groups=ONE_CHANNEL_A_GROUP,  # pyright: ignore[reportArgumentType]
+        addend=addend,
         epsilon=epsilon,
         channel_axis=channel_axis,
         activation=activation,
@@ -232,30 +248,41 @@ def _warn_fallback(reason: str) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernel_group_norm(call: Call, x, scale, bias):
-    return _forward(call, x, scale, bias)[0]
+def _kernel_group_norm(call: Call, x, scale, bias, addend):
+    return _forward(call, x, scale, bias, addend)[0]
 
 
-def _kernel_group_norm_fwd(call: Call, x, scale, bias):
-    y, mean, rstd = _forward(call, x, scale, bias)
+def _kernel_group_norm_fwd(call: Call, x, scale, bias, addend):
+    y, mean, rstd = _forward(call, x, scale, bias, addend)
     mean, rstd = (checkpoint_name(s, STATISTICS_NAME) for s in (mean, rstd))
     # Without an activation the pre-activation is not recomputed, and bias not needed; but under
     # explicit mesh axes its gradient must be sharded as it is.
     unneeded = call.problem.activation is None and not _sharding.mesh_is_explicit(x)
     saved_bias = None if unneeded else bias
-    return y, (x, scale, saved_bias, mean, rstd)
+    return y, (x, scale, saved_bias, addend, mean, rstd)
 
 
 def _kernel_group_norm_bwd(call: Call, saved, dy):
-    return _backward(call, dy, *saved)
+    dx, dscale, dbias = _backward(call, dy, *saved)
+    return dx, dscale, dbias, _addend_gradient(call.problem, dx, saved[3])
+
+
+def _addend_gradient(problem: Problem, dx, addend):
+    """dx summed over the axes that addend doesn't have: outside the kernels, as XLA sums it."""
+    if problem.addend is None:
+        return None
+    kept = (0, problem.channel_axis) if problem.addend.per_sample else (problem.channel_axis,)
+    axes = tuple(axis for axis in range(dx.ndim) if axis not in kept)
+    total = jnp.sum(dx, axes, dtype=problem.accumulator).astype(addend.dtype)
+    return _sharding.placed_like(total, addend)
 
 
 _kernel_group_norm.defvjp(_kernel_group_norm_fwd, _kernel_group_norm_bwd)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward(call: Call, x, scale, bias):
-    return _spmd.forward(call, x, scale, bias)
+def _forward(call: Call, *arrays):
+    return _spmd.forward(call, *arrays)
 
 
 @_forward.defjvp
@@ -265,8 +292,8 @@ def _forward_jvp(call: Call, primals, tangents):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(call: Call, dy, x, scale, bias, mean, rstd):
-    return _spmd.backward(call, dy, x, scale, bias, mean, rstd)
+def _backward(call: Call, *arrays):
+    return _spmd.backward(call, *arrays)
 
 
 @_backward.defjvp

@@ -117,31 +117,32 @@ class ForwardPlan(_Plan):
 
     op = "forward"
 
-    def check(self, x, scale=None, bias=None, *, epsilon: float = 0.0) -> None:
+    def check(self, x, scale=None, bias=None, *, addend=None, epsilon: float = 0.0) -> None:
         """Raises ValueError or TypeError unless `run` would take these arguments.
 
         Args:
-          x, scale, bias: arrays or `jax.ShapeDtypeStruct`s; None where the plan has none.
+          x, scale, bias, addend: arrays or `jax.ShapeDtypeStruct`s; None where the plan has none.
           epsilon: as `run`'s.
         """
         p = self.problem
         check_array("x", x, p.shape, p.dtype)
         check_parameter("scale", scale, p, p.scale)
         check_parameter("bias", bias, p, p.bias)
+        check_parameter("addend", addend, p, p.addend)
         check_epsilon(epsilon)
 
-    def run(self, x, scale=None, bias=None, *, epsilon: float):
+    def run(self, x, scale=None, bias=None, *, addend=None, epsilon: float):
         """(y, mean, rstd): y as x, mean and rstd `[N, G]` in the accumulator type. Jittable.
 
         Raises what `check` raises; NotImplementedError on a platform other than the plan's.
         """
-        self.check(x, scale, bias, epsilon=epsilon)
+        self.check(x, scale, bias, addend=addend, epsilon=epsilon)
         _require_module(self.platform)
-        return _run_forward(self, float(epsilon), x, scale, bias)
+        return _run_forward(self, float(epsilon), x, scale, bias, addend)
 
-    def call(self, x, scale, bias, *, epsilon: float):
+    def call(self, x, scale, bias, addend=None, *, epsilon: float):
         """`run` without the checks, on whatever platform is being lowered."""
-        return self._target(_ffi.forward, x, scale, bias, epsilon=epsilon)
+        return self._target(_ffi.forward, x, scale, bias, addend, epsilon=epsilon)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +151,14 @@ class BackwardPlan(_Plan):
 
     op = "backward"
 
-    def check(self, dy, x, scale, bias, mean, rstd) -> None:
+    def check(self, dy, x, scale, bias, mean, rstd, *, addend=None) -> None:
         """Raises ValueError or TypeError unless `run` would take these arguments.
 
         Args:
           dy, x: arrays or `jax.ShapeDtypeStruct`s of the plan's shape and dtype.
           scale, bias: as the plan's; None where it has none; bias also without an activation.
           mean, rstd: `[N, G]` in the accumulator type, as the forward pass saved them.
+          addend: as the plan's; None where it has none.
         """
         p = self.problem
         check_array("dy", dy, p.shape, p.dtype)
@@ -164,21 +166,24 @@ class BackwardPlan(_Plan):
         check_parameter("scale", scale, p, p.scale)
         if bias is not None or p.activation is not None:
             check_parameter("bias", bias, p, p.bias)
+        check_parameter("addend", addend, p, p.addend)
         check_array("mean", mean, p.statistics_shape, p.accumulator)
         check_array("rstd", rstd, p.statistics_shape, p.accumulator)
 
-    def run(self, dy, x, scale, bias, mean, rstd):
+    def run(self, dy, x, scale, bias, mean, rstd, *, addend=None):
         """(dx, dscale, dbias), None where the plan has no such parameter. Jittable.
+
+        The gradient of addend is dx, summed over all axes that addend doesn't have.
 
         Raises what `check` raises; NotImplementedError on a platform other than the plan's.
         """
-        self.check(dy, x, scale, bias, mean, rstd)
+        self.check(dy, x, scale, bias, mean, rstd, addend=addend)
         _require_module(self.platform)
-        return _run_backward(self, dy, x, scale, bias, mean, rstd)
+        return _run_backward(self, dy, x, scale, bias, addend, mean, rstd)
 
-    def call(self, dy, x, scale, bias, mean, rstd):
+    def call(self, dy, x, scale, bias, addend, mean, rstd):
         """`run` without the checks, on whatever platform is being lowered."""
-        return self._target(_ffi.backward, dy, x, scale, bias, mean, rstd)
+        return self._target(_ffi.backward, dy, x, scale, bias, addend, mean, rstd)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +193,9 @@ class MomentsPlan(_Plan):
     op = "forward"
     sums_only = True
 
-    def call(self, x):
+    def call(self, x, addend=None):
         """(mean, what its rounding left, variance), each `[N, G]`."""
-        return self._target(_ffi.moments, x)
+        return self._target(_ffi.moments, x, addend)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,15 +205,15 @@ class ChannelSumsPlan(_Plan):
     op = "backward"
     sums_only = True
 
-    def call(self, dy, x, scale, bias, mean, rstd):
+    def call(self, dy, x, scale, bias, addend, mean, rstd):
         """The sums of dz and of dz * xhat, each `[N, C]`."""
-        return self._target(_ffi.channel_sums, dy, x, scale, bias, mean, rstd)
+        return self._target(_ffi.channel_sums, dy, x, scale, bias, addend, mean, rstd)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_forward(plan: ForwardPlan, epsilon: float, x, scale, bias):
+def _run_forward(plan: ForwardPlan, epsilon: float, *arrays):
     call = functools.partial(plan.call, epsilon=epsilon)
-    return jax.lax.platform_dependent(x, scale, bias, **{plan.platform: call})
+    return jax.lax.platform_dependent(*arrays, **{plan.platform: call})
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
@@ -226,6 +231,8 @@ def plan_forward(
     bias_shape=None,
     scale_dtype=None,
     bias_dtype=None,
+    addend_shape=None,
+    addend_dtype=None,
     activation: str | None = None,
     platform: str | None = None,
     device: DeviceLimits | None = None,
@@ -240,8 +247,8 @@ def plan_forward(
       shape, dtype: of x, `[N, *spatial, C]` or `[N, C, *spatial]`, rank 2 to 8.
       num_groups: number of groups G, a divisor of C.
       channel_axis: -1 or 1.
-      scale_shape, bias_shape: `(C,)`, `(N, C)`, or None where absent.
-      scale_dtype, bias_dtype: default x's dtype.
+      scale_shape, bias_shape, addend_shape: `(C,)`, `(N, C)`, or None where absent.
+      scale_dtype, bias_dtype, addend_dtype: default x's dtype.
       activation: None, "silu" ("swish"), "relu", "gelu" (tanh form) or "leaky_relu".
       platform: "cpu" or "cuda"; None: the default backend's.
       device: limits of the CUDA device; None: the present GPU's, else an H200's.
@@ -263,6 +270,8 @@ def plan_forward(
         bias_shape=bias_shape,
         scale_dtype=scale_dtype,
         bias_dtype=bias_dtype,
+        addend_shape=addend_shape,
+        addend_dtype=addend_dtype,
         activation=activation,
     )
     return make_plan(ForwardPlan, problem, platform, device, preference)
@@ -278,6 +287,8 @@ def plan_backward(
     bias_shape=None,
     scale_dtype=None,
     bias_dtype=None,
+    addend_shape=None,
+    addend_dtype=None,
     activation: str | None = None,
     platform: str | None = None,
     device: DeviceLimits | None = None,
@@ -293,6 +304,8 @@ def plan_backward(
         bias_shape=bias_shape,
         scale_dtype=scale_dtype,
         bias_dtype=bias_dtype,
+        addend_shape=addend_shape,
+        addend_dtype=addend_dtype,
         activation=activation,
     )
     return make_plan(BackwardPlan, problem, platform, device, preference)
@@ -331,8 +344,10 @@ def _make_plan(kind, problem: Problem, platform: str, device: DeviceLimits, pref
         activation=problem.activation or "none",
         scale=_parameter_form(problem.scale),
         bias=_parameter_form(problem.bias),
+        addend=_parameter_form(problem.addend),
         scale_dtype=problem.scale.dtype if problem.scale else problem.dtype,
         bias_dtype=problem.bias.dtype if problem.bias else problem.dtype,
+        addend_dtype=problem.addend.dtype if problem.addend else problem.dtype,
         n=problem.n,
         spatial=problem.spatial,
         channels=problem.channels,
@@ -388,4 +403,5 @@ def _affine_text(problem: Problem) -> str:
             f" {parameter.dtype}" if parameter else ""
         )
 
-    return f"{text('scale', problem.scale)}, {text('bias', problem.bias)}"
+    texts = [text("scale", problem.scale), text("bias", problem.bias)]
+    return ", ".join(texts + ([text("addend", problem.addend)] if problem.addend else []))

@@ -35,7 +35,7 @@ ONE_CHANNEL_A_GROUP = object()
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A scale or bias: `[C]`, or `[N, C]` when `per_sample`."""
+    """A scale, bias or addend: `[C]`, or `[N, C]` when `per_sample`."""
 
     per_sample: bool
     dtype: str
@@ -62,6 +62,7 @@ class Problem:
     scale: Parameter | None
     bias: Parameter | None
     activation: str | None
+    addend: Parameter | None = None  # what is added to x before all else
 
     @property
     def n(self) -> int:
@@ -97,7 +98,7 @@ class Problem:
         return (self.n, self.num_groups)
 
     def with_wide_parameters(self, *, per_sample: bool = False) -> Problem:
-        """The same, its parameters, and so their gradients, in the accumulator type.
+        """The same, scale and bias, and so their gradients, in the accumulator type.
 
         For gradients that are summed further: over devices, or (`per_sample`) over a part of N.
         """
@@ -121,6 +122,8 @@ def make_problem(
     bias_shape: Sequence[int] | None = None,
     scale_dtype: Any = None,
     bias_dtype: Any = None,
+    addend_shape: Sequence[int] | None = None,
+    addend_dtype: Any = None,
     activation: str | None = None,
 ) -> Problem:
     """The Problem of these shapes and types, or the error that says what is wrong with them."""
@@ -153,12 +156,15 @@ def make_problem(
         scale=_parameter("scale", scale_shape, scale_dtype, shape[0], channels, name),
         bias=_parameter("bias", bias_shape, bias_dtype, shape[0], channels, name),
         activation=check_activation(activation),
+        addend=_parameter("addend", addend_shape, addend_dtype, shape[0], channels, name),
     )
 
 
-def problem_of(x, scale, bias, *, num_groups, channel_axis, activation) -> Problem:
+def problem_of(
+    x, scale, bias, addend=None, *, num_groups, channel_axis, activation
+) -> Problem:
     """The Problem of these arrays (anything with shape and dtype)."""
-    for name, value in (("x", x), ("scale", scale), ("bias", bias)):
+    for name, value in (("x", x), ("scale", scale), ("bias", bias), ("addend", addend)):
         optional = " or None" if name != "x" else ""
         if not (hasattr(value, "shape") and hasattr(value, "dtype")) and (
             value is not None or name == "x"
@@ -176,6 +182,8 @@ def problem_of(x, scale, bias, *, num_groups, channel_axis, activation) -> Probl
         bias_shape=None if bias is None else bias.shape,
         scale_dtype=None if scale is None else scale.dtype,
         bias_dtype=None if bias is None else bias.dtype,
+        addend_shape=None if addend is None else addend.shape,
+        addend_dtype=None if addend is None else addend.dtype,
         activation=activation,
     )
 
@@ -217,7 +225,7 @@ def check_array(name: str, value: Any, shape: tuple[int, ...], dtype: str) -> No
 
 
 def check_parameter(name: str, value: Any, problem: Problem, parameter: Parameter | None) -> None:
-    """Raises unless value is what the problem says of its scale or bias (None: absent)."""
+    """Raises unless value is what the problem says of that parameter of it (None: absent)."""
     if parameter is None:
         if value is not None:
             raise ValueError(f"{name} must be None: the plan was made without {name}_shape")

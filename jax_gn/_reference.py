@@ -1,6 +1,7 @@
 """The definition in `jax.numpy`: the specification, the "xla" implementation, the derivative rules.
 
-With groups of D = C/G consecutive channels, M = spatial * D elements a group, per sample n:
+With groups of D = C/G consecutive channels, M = spatial * D elements a group, per sample n, x with
+its addend where there is one:
 
     mean = Σ x / M                rstd = 1 / sqrt(Σ (x - mean)² / M + epsilon)
     z = (x - mean) * rstd * scale + bias                           y = act(z)
@@ -35,14 +36,22 @@ ACTIVATIONS = {
 
 
 def forward(
-    problem: Problem, x, scale, bias, *, epsilon: float, across: Across | None = None, moments=None
+    problem: Problem,
+    x,
+    scale,
+    bias,
+    addend=None,
+    *,
+    epsilon: float,
+    across: Across | None = None,
+    moments=None,
 ):
     """(y, mean, rstd): y as x, the statistics [N, G] in the accumulator type.
 
-    `moments`: what takes the place of `local_moments`, a function of x.
+    `moments`: what takes the place of `local_moments`, a function of x and addend.
     """
-    (wide,) = _wide(problem, x)
-    high, low, var = local_moments(problem, wide) if moments is None else moments(x)
+    wide = _with_addend(problem, x, addend)
+    high, low, var = local_moments(problem, wide) if moments is None else moments(x, addend)
     if across is not None:
         high, low, var = _merged(high, low, var, across)
     rstd = 1 / jnp.sqrt(var + epsilon)
@@ -62,6 +71,7 @@ def backward(
     x,
     scale,
     bias,
+    addend,
     mean,
     rstd,
     *,
@@ -70,9 +80,10 @@ def backward(
 ):
     """(dx, dscale, dbias), None for an absent parameter; bias is read only with an activation.
 
-    `channel_sums`: what takes the place of `local_channel_sums`, a function of the six arrays.
+    The gradient of addend is dx, summed over the axes that addend doesn't have.
+    `channel_sums`: what takes the place of `local_channel_sums`, a function of the seven arrays.
     """
-    arrays = (dy, x, scale, bias, mean, rstd)
+    arrays = (dy, x, scale, bias, addend, mean, rstd)
     dz, xhat, weight = _dz(problem, *_wide(problem, *arrays))
     local = _over_positions(problem, dz, xhat) if channel_sums is None else channel_sums(*arrays)
     total, count = local, max(problem.spatial * problem.group_size, 1)
@@ -93,7 +104,7 @@ def backward(
     )
 
 
-def local_moments(problem: Problem, x):
+def local_moments(problem: Problem, x, addend=None):
     """(high, low, var), each [N, G]: the mean as a sum of two numbers, and the biased variance.
 
     An element of the group is subtracted first: a constant group then gives mean = that constant
@@ -102,7 +113,7 @@ def local_moments(problem: Problem, x):
     spatial, within, _ = _axes(problem)
     axes = (*spatial, within)
     shape = problem.statistics_shape
-    x = _groups_view(problem, x)
+    x = _groups_view(problem, _with_addend(problem, x, addend))
     if math.prod(problem.shape) == 0:  # nothing to reduce: mean = var = 0, by definition of ours
         return (jnp.zeros(shape, x.dtype),) * 3
     first = tuple(slice(0, 1) if i in axes else slice(None) for i in range(x.ndim))
@@ -126,9 +137,10 @@ def _over_positions(problem: Problem, dz, xhat):
     return tuple(jnp.sum(value, spatial).reshape(shape) for value in (dz, dz * xhat))
 
 
-def _dz(problem: Problem, dy, x, scale, bias, mean, rstd):
+def _dz(problem: Problem, dy, x, scale, bias, addend, mean, rstd):
     """(dz, xhat, scale or 1) in the grouped view."""
-    xhat = _groups_view(problem, x) - _statistic_view(problem, mean)
+    x = _groups_view(problem, _with_addend(problem, x, addend))
+    xhat = x - _statistic_view(problem, mean)
     xhat = xhat * _statistic_view(problem, rstd)
     weight = 1 if scale is None else _parameter_view(problem, scale)
     dz = _groups_view(problem, dy)
@@ -156,6 +168,18 @@ def _merged(high, low, var, across: Across):
     deviations = (highs - base) + lows
     offset = jnp.mean(deviations, 0)
     return base, offset, jnp.mean(variances + (deviations - offset) ** 2, 0)
+
+
+def _with_addend(problem: Problem, x, addend):
+    """x + addend, of x's shape, in the accumulator type."""
+    x, addend = _wide(problem, x, addend)
+    if addend is None:
+        return x
+    sizes = [1] * x.ndim
+    sizes[problem.channel_axis] = problem.channels
+    if addend.ndim == 2:
+        sizes[0] = problem.n
+    return x + addend.reshape(sizes)
 
 
 def _wide(problem: Problem, *arrays):

@@ -28,8 +28,8 @@ from . import _reference
 from ._problem import Across, Parameter, Problem
 
 _ARGUMENTS = {
-    "forward": ("x", "scale", "bias"),
-    "backward": ("dy", "x", "scale", "bias", "mean", "rstd"),
+    "forward": ("x", "scale", "bias", "addend"),
+    "backward": ("dy", "x", "scale", "bias", "addend", "mean", "rstd"),
 }
 _RESULTS = {"forward": ("y", "mean", "rstd"), "backward": ("dx", "dscale", "dbias")}
 
@@ -137,6 +137,14 @@ def mesh_is_explicit(x) -> bool:
     with _mesh_of(x):
         axis_types = jax.sharding.get_abstract_mesh().axis_types or ()
     return AxisType.Explicit in axis_types and AxisType.Manual not in axis_types
+
+
+def placed_like(value, array):
+    """The value as its type must be to be the gradient of `array`: on explicit axes, placed so."""
+    if not mesh_is_explicit(array):
+        return value
+    with _mesh_of(array):
+        return jax.sharding.reshard(value, jax.typeof(array).sharding.spec)
 
 
 def is_over_devices(across: Across) -> bool:
@@ -306,6 +314,7 @@ def _parameter_of(problem: Problem, name: str) -> Parameter | None:
         "dscale": problem.scale,
         "bias": problem.bias,
         "dbias": problem.bias,
+        "addend": problem.addend,
     }.get(name)
 
 

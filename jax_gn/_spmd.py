@@ -37,18 +37,18 @@ class Call:
     across: Across | None = None  # x is a shard of the positions that lie on these devices
 
 
-def forward(call: Call, x, scale, bias):
+def forward(call: Call, x, scale, bias, addend):
     """(y, mean, rstd) by the kernels."""
     if call.across is not None:
-        return _local_forward(call, x, scale, bias)
-    return _forward(call)(x, scale, bias)
+        return _local_forward(call, x, scale, bias, addend)
+    return _forward(call)(x, scale, bias, addend)
 
 
-def backward(call: Call, dy, x, scale, bias, mean, rstd):
+def backward(call: Call, dy, x, scale, bias, addend, mean, rstd):
     """(dx, dscale, dbias) by the kernels."""
     if call.across is not None:
-        return _local_backward(call, dy, x, scale, bias, mean, rstd)
-    return _backward(call)(dy, x, scale, bias, mean, rstd)
+        return _local_backward(call, dy, x, scale, bias, addend, mean, rstd)
+    return _backward(call)(dy, x, scale, bias, addend, mean, rstd)
 
 
 def _by_platform(call: Call, plan_kind, kernel_options, definition, *arrays):
@@ -66,8 +66,8 @@ def _by_platform(call: Call, plan_kind, kernel_options, definition, *arrays):
 
 # jit makes an eager call hit the compilation cache instead of compiling its branches each time.
 @functools.partial(jax.jit, static_argnums=0)
-def _run_forward(call: Call, x, scale, bias):
-    return _sharding.run("forward", _local_forward, call, x, scale, bias)
+def _run_forward(call: Call, *arrays):
+    return _sharding.run("forward", _local_forward, call, *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -93,8 +93,8 @@ def _local_backward(call: Call, *arrays):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_moments(call: Call, x):
-    return _by_platform(call, MomentsPlan, {}, _reference.local_moments, x)
+def _run_moments(call: Call, *arrays):
+    return _by_platform(call, MomentsPlan, {}, _reference.local_moments, *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -107,9 +107,10 @@ def _forward(call: Call):
     mapped = custom_vmap(functools.partial(_run_forward, call))
 
     @mapped.def_vmap
-    def rule(size, batched, x, scale, bias):
-        folded = _fold_problem(call, size, batched[1], batched[2])
-        arrays = _fold_arrays(call, size, batched, x, scale, bias)
+    def rule(size, batched, x, *parameters):
+        folded = _fold_problem(call, size, *batched[1:])
+        (x,) = _fold_each(size, batched[:1], x)
+        arrays = x, *_fold_parameters(call, folded, size, batched[1:], *parameters)
         outputs = forward(folded, *arrays)
         return tuple(_unfold(call, size, out) for out in outputs), (True, True, True)
 
@@ -121,18 +122,20 @@ def _backward(call: Call):
     mapped = custom_vmap(functools.partial(_run_backward, call))
 
     @mapped.def_vmap
-    def rule(size, batched, dy, x, scale, bias, mean, rstd):
+    def rule(size, batched, dy, x, scale, bias, addend, mean, rstd):
         # Gradients of a per-channel parameter sum over the batch, but not over the mapped axis:
         # ask for them per sample, in the accumulator type, and finish the sum here.
-        folded = _fold_problem(call, size, True, True)
+        folded = _fold_problem(call, size, True, True, batched[4])
         folded = dataclasses.replace(
             folded, problem=folded.problem.with_wide_parameters(per_sample=True)
         )
-        dy, mean, rstd = _fold_each(size, (batched[0], *batched[4:]), dy, mean, rstd)
-        x, scale, bias = _fold_arrays(call, size, batched[1:4], x, scale, bias, per_sample=True)
+        dy, x, mean, rstd = _fold_each(size, (*batched[:2], *batched[5:]), dy, x, mean, rstd)
+        scale, bias, addend = _fold_parameters(
+            call, folded, size, batched[2:5], scale, bias, addend
+        )
         acc = call.problem.accumulator
         scale, bias = (p if p is None else p.astype(acc) for p in (scale, bias))
-        dx, dscale, dbias = backward(folded, dy, x, scale, bias, mean, rstd)
+        dx, dscale, dbias = backward(folded, dy, x, scale, bias, addend, mean, rstd)
         outputs = (
             _unfold(call, size, dx),
             _finish_gradient(call, size, dscale, call.problem.scale),
@@ -148,9 +151,13 @@ def _moments(call: Call):
     mapped = custom_vmap(functools.partial(_run_moments, call))
 
     @mapped.def_vmap
-    def rule(size, _, x):
-        folded = _fold_problem(call, size, False, False)
-        sums = _moments(folded)(_fold(size, True, x))
+    def rule(size, batched, x, addend):
+        folded = _fold_problem(call, size, False, False, batched[1])
+        (x,) = _fold_each(size, batched[:1], x)
+        _, _, addend = _fold_parameters(
+            call, folded, size, (False, False, batched[1]), None, None, addend
+        )
+        sums = _moments(folded)(x, addend)
         return tuple(_unfold(call, size, s) for s in sums), (True,) * 3
 
     return mapped
@@ -161,17 +168,19 @@ def _channel_sums(call: Call):
     mapped = custom_vmap(functools.partial(_run_channel_sums, call))
 
     @mapped.def_vmap
-    def rule(size, batched, dy, x, scale, bias, mean, rstd):
-        folded = _fold_problem(call, size, batched[2], batched[3])
-        dy, mean, rstd = _fold_each(size, (batched[0], *batched[4:]), dy, mean, rstd)
-        x, scale, bias = _fold_arrays(call, size, batched[1:4], x, scale, bias)
-        sums = _channel_sums(folded)(dy, x, scale, bias, mean, rstd)
+    def rule(size, batched, dy, x, scale, bias, addend, mean, rstd):
+        folded = _fold_problem(call, size, *batched[2:5])
+        dy, x, mean, rstd = _fold_each(size, (*batched[:2], *batched[5:]), dy, x, mean, rstd)
+        parameters = _fold_parameters(call, folded, size, batched[2:5], scale, bias, addend)
+        sums = _channel_sums(folded)(dy, x, *parameters, mean, rstd)
         return tuple(_unfold(call, size, s) for s in sums), (True, True)
 
     return mapped
 
 
-def _fold_problem(call: Call, size: int, scale_mapped: bool, bias_mapped: bool) -> Call:
+def _fold_problem(
+    call: Call, size: int, scale_mapped: bool, bias_mapped: bool, addend_mapped: bool
+) -> Call:
     """The call with the mapped axis folded into N; a mapped parameter becomes per sample."""
     p = call.problem
 
@@ -183,29 +192,27 @@ def _fold_problem(call: Call, size: int, scale_mapped: bool, bias_mapped: bool) 
         shape=(size * p.n, *p.shape[1:]),
         scale=parameter(p.scale, scale_mapped),
         bias=parameter(p.bias, bias_mapped),
+        addend=parameter(p.addend, addend_mapped),
     )
     return dataclasses.replace(call, problem=problem)
 
 
-def _fold_arrays(call: Call, size, batched, x, scale, bias, *, per_sample=False):
-    """x, scale and bias with the mapped axis folded into N."""
+def _fold_parameters(call: Call, folded: Call, size: int, batched, *values):
+    """scale, bias and addend with the mapped axis folded into N, as the folded problem has them."""
     p = call.problem
 
-    def parameter(value, form, is_mapped):
-        if value is None or (not is_mapped and not form.per_sample and not per_sample):
+    def fold(value, name: str, is_mapped: bool):
+        old, new = (getattr(c.problem, name) for c in (call, folded))
+        if old is None or not new.per_sample:
             return value
-        if not form.per_sample:  # [C] or [size, C] -> one row a sample
-            value = jnp.broadcast_to(
-                value[:, None] if is_mapped else value, (size, p.n, p.channels)
-            )
-            return value.reshape(size * p.n, p.channels)
-        return _fold(size, is_mapped, value)
+        if old.per_sample:
+            return _fold(size, is_mapped, value)
+        # [C] or [size, C] -> one row a sample
+        rows = value[:, None] if is_mapped else value
+        rows = jnp.broadcast_to(rows, (size, p.n, p.channels))
+        return rows.reshape(size * p.n, p.channels)
 
-    return (
-        _fold(size, batched[0], x),
-        parameter(scale, p.scale, batched[1]),
-        parameter(bias, p.bias, batched[2]),
-    )
+    return tuple(map(fold, values, ("scale", "bias", "addend"), batched))
 
 
 def _fold_each(size: int, batched, *values):

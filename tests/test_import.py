@@ -102,16 +102,23 @@ def test_broken_build_surfaces(monkeypatch, error):
 
 @pytest.fixture
 def companion(tmp_path, monkeypatch):
-    """A function that makes a package jax_gn_cuda13 of a version, and no other CUDA module."""
+    """A function that makes a package jax_gn_cuda13 of a version, and no other CUDA module.
+
+    Whatever is installed here, or was imported before, is not there meanwhile.
+    """
+    names = _ffi._MODULES["cuda"][0][1:]
+    assert names[0] == "jax_gn_cuda13._cuda"
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name.partition(".")[0], None)
 
     def make(version, code="ffi_api_version = (0, 1)\ndef registrations(): return {}\n"):
         package = tmp_path / "jax_gn_cuda13"
         package.mkdir()
         (package / "__init__.py").write_text(f"__version__ = {version!r}\n")
         (package / "_cuda.py").write_text(code)
+        del sys.modules["jax_gn_cuda13"]
 
-    names = _ffi._MODULES["cuda"][0][1:]
-    assert names[0] == "jax_gn_cuda13._cuda"
     monkeypatch.setitem(_ffi._MODULES, "cuda", (names, "CUDA"))
     monkeypatch.syspath_prepend(tmp_path)
     yield make

@@ -60,7 +60,7 @@ class Forward : private Pass<ForwardArgs> {
     const Scratch scratch = scratch_[worker];
     const Block block = cut_.WholeTile(n, tile_index);
     const Tile tile = cut_.TileOf(block);
-    loops_.moments(In(args_.x, block), tile, scratch, scratch.moments);
+    BlockMoments(problem_, args_, loops_, cut_, block, scratch, scratch.moments);
     if (problem_.sums_only) {
       StoreMoments(problem_, args_, FirstGroup(block), tile.groups(), scratch.moments);
       return;
@@ -78,7 +78,7 @@ class Forward : private Pass<ForwardArgs> {
     const Block block = cut_.Piece(n, tile_index, i);
     const Tile tile = cut_.TileOf(block);
     Moments* out = Partials(cut_.WholeTile(n, tile_index)) + i * tile.groups();
-    loops_.moments(In(args_.x, block), tile, scratch_[worker], out);
+    BlockMoments(problem_, args_, loops_, cut_, block, scratch_[worker], out);
   }
 
   void Merge(int64_t n, int64_t tile_index, const Scratch& scratch) {

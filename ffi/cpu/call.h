@@ -57,7 +57,7 @@ class ScratchPool {
       return static_cast<void*>(taken);
     };
     Scratch s;
-    for (void** array : {&s.mean, &s.a, &s.b, &s.slope, &s.shift, &s.scale, &s.bias}) {
+    for (void** array : {&s.mean, &s.a, &s.b, &s.slope, &s.shift, &s.scale, &s.bias, &s.addend}) {
       *array = take(sizeof(double));
     }
     s.first = static_cast<double*>(take(sizeof(double)));
@@ -76,7 +76,7 @@ class ScratchPool {
   // Cache lines, and room for a register beyond the last column.
   static constexpr int64_t kAlign = 64;
   static constexpr int64_t kBytesPerColumn =
-      9 * sizeof(double) + sizeof(Moments) + sizeof(Affine) + sizeof(GradientAffine);
+      10 * sizeof(double) + sizeof(Moments) + sizeof(Affine) + sizeof(GradientAffine);
   struct Free {
     void operator()(char* p) const { std::free(p); }
   };
@@ -84,24 +84,41 @@ class ScratchPool {
   std::unique_ptr<char, Free> memory_;
 };
 
-// scratch.scale and scratch.bias of a block. Args: ForwardArgs or BackwardArgs.
+// The first of a block's channels in a parameter.
+inline int64_t FirstOf(const Problem& problem, Param param, const Block& block) {
+  return block.channel + (param == Param::kPerSample ? block.n * problem.channels : 0);
+}
+
+// scratch.scale, bias and addend of a block. Args: ForwardArgs or BackwardArgs.
 template <typename Args>
 void LoadParameters(const Problem& problem, const Args& args, const Loops& loops,
                     const Block& block, const Scratch& scratch) {
-  const auto first = [&](Param param) {
-    return block.channel + (param == Param::kPerSample ? block.n * problem.channels : 0);
-  };
-  loops.load_parameter(problem.scale_dtype, args.scale, first(problem.scale), block.channels, 1.0,
-                       scratch.scale);
-  loops.load_parameter(problem.bias_dtype, args.bias, first(problem.bias), block.channels, 0.0,
-                       scratch.bias);
+  loops.load_parameter(problem.scale_dtype, args.scale, FirstOf(problem, problem.scale, block),
+                       block.channels, 1.0, scratch.scale);
+  loops.load_parameter(problem.bias_dtype, args.bias, FirstOf(problem, problem.bias, block),
+                       block.channels, 0.0, scratch.bias);
+  loops.load_parameter(problem.addend_dtype, args.addend, FirstOf(problem, problem.addend, block),
+                       block.channels, 0.0, scratch.addend);
+}
+
+// out[groups] of a block, of x + addend. The block's scratch.addend is left there.
+inline void BlockMoments(const Problem& problem, const ForwardArgs& args, const Loops& loops,
+                         const Cut& cut, const Block& block, const Scratch& scratch, Moments* out) {
+  const bool add = problem.addend != Param::kAbsent;
+  if (add) {
+    loops.load_parameter(problem.addend_dtype, args.addend, FirstOf(problem, problem.addend, block),
+                         block.channels, 0.0, scratch.addend);
+  }
+  loops.moments(At(args.x, problem.dtype, cut.Offset(block)), add, cut.TileOf(block), scratch, out);
 }
 
 // The same, where the scratch may hold them from the sample before.
 template <typename Args>
 void ReloadParameters(const Problem& problem, const Args& args, const Loops& loops,
                       const Block& block, bool is_first, const Scratch& scratch) {
-  if (is_first || problem.scale == Param::kPerSample || problem.bias == Param::kPerSample) {
+  const auto per_sample = [](Param param) { return param == Param::kPerSample; };
+  if (is_first || per_sample(problem.scale) || per_sample(problem.bias) ||
+      per_sample(problem.addend)) {
     LoadParameters(problem, args, loops, block, scratch);
   }
 }

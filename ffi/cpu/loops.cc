@@ -143,15 +143,15 @@ void FillCoefficients(const Tile& tile, const Affine* affine, const Scratch& scr
   T* const b = static_cast<T*>(scratch.b);
   const T* const scale = static_cast<const T*>(scratch.scale);
   const T* const bias = static_cast<const T*>(scratch.bias);
+  const T* const addend = static_cast<const T*>(scratch.addend);
   for (int64_t g = 0; g < tile.groups(); ++g) {
-    const T high = static_cast<T>(affine[g].mean);
-    const T low = static_cast<T>(affine[g].mean - high);
     const T rstd = static_cast<T>(affine[g].rstd);
     const int64_t end = (g + 1) * tile.group_size;
     for (int64_t c = g * tile.group_size; c < end; ++c) {
-      mean[c] = high;
+      const double centre = affine[g].mean - addend[c];
+      mean[c] = static_cast<T>(centre);
       a[c] = rstd * scale[c];
-      b[c] = bias[c] - low * a[c];
+      b[c] = bias[c] - static_cast<T>(centre - mean[c]) * a[c];
     }
   }
   Fold(tile, mean);

@@ -46,13 +46,14 @@ struct Tile {
 
 // A worker's arrays, one entry per column; T* where void*, T being the accumulator type.
 struct Scratch {
-  void* mean;
-  void* a;  // rstd * scale: z = (x - mean) * a + b
+  void* mean;  // less the addend, as it comes off x
+  void* a;     // rstd * scale: z = (x - mean) * a + b
   void* b;
   void* slope;  // of GradientAffine
   void* shift;
   void* scale;       // [channels], as loaded; the value that stands for an absent one otherwise
   void* bias;        // [channels]
+  void* addend;      // [channels], 0 for an absent one
   double* first;     // sums; gradient_sums leaves Σ dz in the first [channels]
   double* second;    // and here Σ dz (x - mean)
   Moments* moments;  // [groups]
@@ -64,7 +65,7 @@ struct Loops {
   // Copies `count` values from element `first` on to `out`; fills with `absent` if `from` is null.
   void (*load_parameter)(DType dtype, const void* from, int64_t first, int64_t count, double absent,
                          void* out);
-  // scratch.mean, a, b from affine[groups], scratch.scale and scratch.bias.
+  // scratch.mean, a, b from affine[groups], scratch.scale, bias and addend.
   void (*coefficients)(const Tile& tile, const Affine* affine, const Scratch& scratch);
   // Once a tile's sums are complete: scratch.second *= rstd, and out[groups] from it, scratch.first
   // and scratch.scale, each group having `elements`.
@@ -73,8 +74,8 @@ struct Loops {
   // scratch.slope and shift from gradient[groups].
   void (*gradient_coefficients)(const Tile& tile, const GradientAffine* gradient,
                                 const Scratch& scratch);
-  // out[groups]; x is small enough to be read twice from cache.
-  void (*moments)(const void* x, const Tile& tile, const Scratch& scratch, Moments* out);
+  // out[groups], of x, or of x + scratch.addend; x is small enough to be read twice from cache.
+  void (*moments)(const void* x, bool add, const Tile& tile, const Scratch& scratch, Moments* out);
   void (*apply)(const void* x, void* y, const Tile& tile, const Scratch& scratch);
   // scratch.first = Σ dz and scratch.second = Σ dz (x - mean), per channel.
   void (*gradient_sums)(const void* dy, const void* x, const Tile& tile, const Scratch& scratch);

@@ -2,7 +2,8 @@
 //
 // x is shifted by its group's first element before it is summed: a constant group has exactly that
 // mean, and a large mean costs no digits. Channels last, sums stay apart per column until the rows
-// are done; a group that is one run of memory is summed as a run.
+// are done; a group that is one run of memory is summed as a run. An addend shifts its channel: it
+// costs no addition an element, and what rounding the shift leaves is added to the sums.
 #ifndef JAX_GN_CPU_MOMENTS_H_
 #define JAX_GN_CPU_MOMENTS_H_
 
@@ -60,15 +61,44 @@ Moments RunMoments(const E* x, int64_t count) {
   return MomentsAround(mean, sums[0], sums[1], count);
 }
 
+// A group of channels, each a run, that have their own addends.
+template <typename E, typename T = Accumulator<E>>
+Moments ChannelRunMoments(const E* x, const T* addend, const Tile& tile) {
+  const double count = static_cast<double>(tile.positions);
+  Moments whole = {0, 0};  // Chan's formula, one channel more at a time
+  for (int64_t c = 0; c < tile.group_size; ++c) {
+    const Moments run = RunMoments(x + c * tile.stride, tile.positions);
+    const double apart = run.mean + addend[c] - whole.mean;
+    const double share = 1 / static_cast<double>(c + 1);
+    whole.mean += apart * share;
+    whole.m2 += run.m2 + (c == 0 ? 0 : apart * apart * count * c * share);
+  }
+  return whole;
+}
+
 template <typename E>
-void ColumnMoments(const E* x, const Tile& tile, const Scratch& scratch, Moments* out) {
+void ColumnMoments(const E* x, bool add, const Tile& tile, const Scratch& scratch, Moments* out) {
   using T = Accumulator<E>;
   T* const center = static_cast<T*>(scratch.mean);
+  const T* const addend = static_cast<const T*>(scratch.addend);
   const double count = static_cast<double>(tile.positions * tile.group_size);
-  for (int64_t c = 0; c < tile.channels; ++c) {
-    center[c] = ToNumber(x[c - c % tile.group_size]);
+  const auto added = [&](int64_t c) { return add ? static_cast<double>(addend[c]) : 0.0; };
+  // From out's means, about which x + addend is summed: what comes off x.
+  const auto fill_center = [&] {
+    for (int64_t c = 0; c < tile.channels; ++c) {
+      center[c] = static_cast<T>(out[c / tile.group_size].mean - added(c));
+    }
+    Fold(tile, center);
+  };
+  // How far that is from what should have come off.
+  const auto missed = [&](int64_t c) {
+    return add ? center[c] + added(c) - out[c / tile.group_size].mean : 0.0;
+  };
+  for (int64_t g = 0; g < tile.groups(); ++g) {
+    const int64_t c0 = g * tile.group_size;
+    out[g].mean = ToNumber(x[c0]) + added(c0);
   }
-  Fold(tile, center);
+  fill_center();
   const PerColumn<T> centers{center};
   for (int64_t i = 0; i < tile.columns(); ++i) scratch.first[i] = 0;
   ForEachPiece(tile, [&](int64_t offset, int64_t rows, int64_t width) {
@@ -79,12 +109,14 @@ void ColumnMoments(const E* x, const Tile& tile, const Scratch& scratch, Moments
     });
   });
   Unfold(tile, scratch.first);
-  for (int64_t g = 0; g < tile.groups(); ++g) {
-    const int64_t c0 = g * tile.group_size;
-    const T mean = static_cast<T>(center[c0] + Sum(scratch.first + c0, tile.group_size) / count);
-    for (int64_t c = c0; c < c0 + tile.group_size; ++c) center[c] = mean;
+  if (add) {
+    for (int64_t c = 0; c < tile.channels; ++c) scratch.first[c] += tile.positions * missed(c);
   }
-  Fold(tile, center);
+  for (int64_t g = 0; g < tile.groups(); ++g) {
+    const double sum = Sum(scratch.first + g * tile.group_size, tile.group_size);
+    out[g].mean = static_cast<T>(out[g].mean + sum / count);
+  }
+  fill_center();
   for (int64_t i = 0; i < tile.columns(); ++i) scratch.first[i] = scratch.second[i] = 0;
   ForEachPiece(tile, [&](int64_t offset, int64_t rows, int64_t width) {
     const E* from = x + offset;
@@ -98,25 +130,36 @@ void ColumnMoments(const E* x, const Tile& tile, const Scratch& scratch, Moments
   });
   Unfold(tile, scratch.first);
   Unfold(tile, scratch.second);
+  if (add) {
+    for (int64_t c = 0; c < tile.channels; ++c) {
+      const double off = missed(c), whole = tile.positions * off;
+      scratch.second[c] += off * (2 * scratch.first[c] + whole);
+      scratch.first[c] += whole;
+    }
+  }
   for (int64_t g = 0; g < tile.groups(); ++g) {
     const int64_t c0 = g * tile.group_size;
-    out[g] = MomentsAround(center[c0], Sum(scratch.first + c0, tile.group_size),
+    out[g] = MomentsAround(out[g].mean, Sum(scratch.first + c0, tile.group_size),
                            Sum(scratch.second + c0, tile.group_size), count);
   }
 }
 
 template <typename E>
-void TileMoments(const void* x, const Tile& tile, const Scratch& scratch, Moments* out) {
+void TileMoments(const void* x, bool add, const Tile& tile, const Scratch& scratch, Moments* out) {
   const E* from = static_cast<const E*>(x);
-  if (tile.layout == Layout::kChannelsLast && tile.positions > 1) {
-    ColumnMoments(from, tile, scratch, out);
+  if (tile.layout == Layout::kChannelsLast && (add || tile.positions > 1)) {
+    ColumnMoments(from, add, tile, scratch, out);
     return;
   }
   // Each group's elements are one run: no part of a channel comes with another channel.
   const int64_t count = tile.group_size * tile.positions;
   const int64_t pitch =
       tile.layout == Layout::kChannelsLast ? tile.group_size : tile.group_size * tile.stride;
-  for (int64_t g = 0; g < tile.groups(); ++g) out[g] = RunMoments(from + g * pitch, count);
+  const auto* const addend = static_cast<const Accumulator<E>*>(scratch.addend);
+  for (int64_t g = 0; g < tile.groups(); ++g) {
+    out[g] = add ? ChannelRunMoments(from + g * pitch, addend + g * tile.group_size, tile)
+                 : RunMoments(from + g * pitch, count);
+  }
 }
 
 }  // namespace

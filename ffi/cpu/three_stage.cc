@@ -147,7 +147,7 @@ Status ThreeStageForward(const Problem& problem, const Plan& plan, const Forward
     };
     for (int64_t i = 0; i < plan.blocks; ++i) {
       const Block block = piece(i);
-      loops.moments(at(args.x, block), cut.TileOf(block), scratch, scratch.moments + i);
+      BlockMoments(problem, args, loops, cut, block, scratch, scratch.moments + i);
     }
     Moments moments;
     MergeMoments(

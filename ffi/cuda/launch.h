@@ -51,6 +51,26 @@ Parameter BiasOf(const Problem& problem, const Args& args) {
   return Parameter(args.bias, problem.bias_dtype, problem.bias, problem.channels);
 }
 
+template <typename Args>
+Parameter AddendOf(const Problem& problem, const Args& args) {
+  return Parameter(args.addend, problem.addend_dtype, problem.addend, problem.channels);
+}
+
+// What the forward kernels read.
+template <typename E>
+struct ForwardInputs {
+  const E* x;  // [N, S, C] or [N, C, S]
+  Parameter scale, bias, addend;
+  Activation activation;
+
+  ForwardInputs(const Problem& problem, const ForwardArgs& args)
+      : x(static_cast<const E*>(args.x)),
+        scale(ScaleOf(problem, args)),
+        bias(BiasOf(problem, args)),
+        addend(AddendOf(problem, args)),
+        activation(problem.activation) {}
+};
+
 // What the backward kernels read.
 template <typename E>
 struct BackwardInputs {
@@ -58,7 +78,7 @@ struct BackwardInputs {
   const E* x;                  // [N, S, C] or [N, C, S]
   const Accumulator<E>* mean;  // [N, G]
   const Accumulator<E>* rstd;  // [N, G]
-  Parameter scale, bias;
+  Parameter scale, bias, addend;
   Activation activation;
 
   BackwardInputs(const Problem& problem, const BackwardArgs& args)
@@ -68,6 +88,7 @@ struct BackwardInputs {
         rstd(static_cast<const Accumulator<E>*>(args.rstd)),
         scale(ScaleOf(problem, args)),
         bias(BiasOf(problem, args)),
+        addend(AddendOf(problem, args)),
         activation(problem.activation) {}
 };
 

@@ -186,7 +186,7 @@ __device__ __forceinline__ Pack<E, kSize> ToPack(const T (&numbers)[kSize]) {
   }
 }
 
-// scale or bias: nullptr where absent.
+// scale, bias or addend: nullptr where absent.
 struct Parameter {
   const void* data;
   DType dtype;

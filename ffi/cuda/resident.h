@@ -317,7 +317,7 @@ template <typename At>
 __device__ __forceinline__ float ShiftOf(At at) {
   float parts[kShiftElements];
 #pragma unroll
-  for (int i = 0; i < kShiftElements; ++i) parts[i] = ToNumber(at(i)) * (1.0f / kShiftElements);
+  for (int i = 0; i < kShiftElements; ++i) parts[i] = at(i) * (1.0f / kShiftElements);
 #pragma unroll
   for (int half = kShiftElements / 2; half > 0; half /= 2) {
 #pragma unroll
@@ -381,6 +381,12 @@ struct Normaliser {
       : centre(numbers.mean_high),
         slope(numbers.rstd * scale),
         offset(bias - numbers.mean_low * slope) {}
+  // z of x + addend, for no operation more.
+  __device__ __forceinline__ void Add(float addend) {
+    const Centre<float> middle(centre, 0, addend);
+    centre = middle.value;
+    offset -= middle.rest * slope;
+  }
   __device__ __forceinline__ float operator()(float x) const {
     return (x - centre) * slope + offset;
   }
@@ -483,9 +489,8 @@ template <typename E, typename Kernel, typename... Space>
 Status LaunchResident(Kernel kernel, const char* name, const Problem& problem,
                       const ResidentCut& cut, const Stage& stage, const ForwardArgs& args,
                       cudaStream_t stream, const Space&... space) {
-  return LaunchTeams(kernel, name, cut, stage, stream, cut, space..., static_cast<const E*>(args.x),
-                     ScaleOf(problem, args), BiasOf(problem, args),
-                     static_cast<float>(args.epsilon), problem.activation,
+  return LaunchTeams(kernel, name, cut, stage, stream, cut, space...,
+                     ForwardInputs<E>(problem, args), static_cast<float>(args.epsilon),
                      static_cast<float*>(args.mean), static_cast<float*>(args.rstd),
                      static_cast<E*>(args.y));
 }

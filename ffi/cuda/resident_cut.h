@@ -163,11 +163,13 @@ inline ResidentCut CutSegments(const Problem& problem, int lanes, int warps, int
   return cut;
 }
 
-// Channels first, a group as packs: it must begin with one, and none may meet three channels.
+// Channels first, a group as packs: it must begin with one, and none may meet three channels. The
+// sums of x know no channel, hence no addend.
 inline ResidentCut CutPacks(const Problem& problem, int threads, int team) {
   const int64_t pack = ResidentPack(problem), elements = problem.group_elements();
   ResidentCut cut = ResidentBase(problem, team);
   if (elements % pack != 0 || problem.spatial < pack) return {};
+  if (problem.addend != Param::kAbsent) return {};
   cut.threads = cut.slab_threads = threads;
   cut.held = cut.steps =
       static_cast<int>(CeilDiv(elements / pack, static_cast<int64_t>(threads) * team));

@@ -65,14 +65,15 @@ __device__ __forceinline__ int64_t ShiftElement(const ResidentCut& cut, int i) {
   return i * (cut.group_size * cut.spatial) / kShiftElements;
 }
 
-// The results of a group that is the whole slab, at `x`, in all of its threads. sum(shifted, again)
-// gives a thread's sums, `again` from data that has been waited for. `exchanges` counts the team's.
-template <typename E, typename Sum>
-__device__ __forceinline__ GroupNumbers GroupStatistics(const ResidentCut& cut, const E* x,
+// The results of a group that is the whole slab, in all of its threads. at(i): its i-th number;
+// sum(shifted, again) gives a thread's sums, `again` from data that has been waited for.
+// `exchanges` counts the team's.
+template <typename At, typename Sum>
+__device__ __forceinline__ GroupNumbers GroupStatistics(const ResidentCut& cut, At at,
                                                         const ResidentShared& space,
                                                         const Team& team, float epsilon,
                                                         int* exchanges, Sum sum) {
-  const float shift = ShiftOf([&](int i) { return x[ShiftElement(cut, i)]; });
+  const float shift = ShiftOf([&](int i) { return at(ShiftElement(cut, i)); });
   ShiftedSums shifted = {shift, cut.share};
   for (bool again = false;; again = true) {
     const Pair<float> sums =

@@ -3,7 +3,7 @@
 // Channels begin anywhere in it, at most one within a pack: a thread knows the channel of its pack,
 // and how many elements are left of it, by addition alone, and finds scale and bias in a table. So
 // neither the ends of channels nor their number cost anything, unlike in resident_runs.h, which
-// needs no table and no sums of single packs.
+// needs no table and no sums of single packs. An addend is left to that too.
 //
 // Forward: copy x in; sums of each thread; over the block; over the team; write y.
 // Backward: copy x and dy in; sums of each pack, one pair for each of its channels; over each

@@ -6,9 +6,8 @@ namespace {
 
 template <typename E, bool kSplit>
 __global__ void __launch_bounds__(kRunThreads, 2)
-    ResidentPackForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
-                              float epsilon, Activation activation, float* mean, float* rstd,
-                              E* y) {
+    ResidentPackForwardKernel(ResidentCut cut, ForwardInputs<E> in, float epsilon, float* mean,
+                              float* rstd, E* y) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
   const ResidentShared space(cut, shared, cut.steps);
@@ -18,16 +17,17 @@ __global__ void __launch_bounds__(kRunThreads, 2)
   Pack<E>* const slots = space.Slots<E>();
   CopyParts parts(cut.steps);
   for (int step = 0; step < place.steps; ++step) {
-    CopyAsync(SharedAddress(slots + step * cut.threads), x + place.offset + step * stride);
+    CopyAsync(SharedAddress(slots + step * cut.threads), in.x + place.offset + step * stride);
     parts.Issued(step);
   }
   parts.AllIssued();
   Pair<float>* const table = PackScratch(cut, space).table;
-  FillTable(cut, place.n, place.first_channel, scale, bias, table);
+  FillTable(cut, place.n, place.first_channel, in.scale, in.bias, table);
 
   int exchanges = 0;
+  const E* const first = in.x + place.slab * cut.group_size * cut.spatial;
   const GroupNumbers numbers = GroupStatistics(
-      cut, x + place.slab * cut.group_size * cut.spatial, space, team, epsilon, &exchanges,
+      cut, [&](int64_t i) { return ToNumber(first[i]); }, space, team, epsilon, &exchanges,
       [&](const ShiftedSums& shifted, bool again) {
         Pair<float> sums = {0, 0};
         for (int step = 0; step < place.steps;) {
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
     mean[place.slab] = numbers.mean_high;
     rstd[place.slab] = numbers.rstd;
   }
-  WithActivation(activation, [&](auto tag) {
+  WithActivation(in.activation, [&](auto tag) {
     ChannelCursor at = place.begin;
     E* to = y + place.offset;
 #pragma unroll 2

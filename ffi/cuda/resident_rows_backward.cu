@@ -10,15 +10,17 @@ constexpr int kAtOnce = 2;  // steps that pass, of a thread
 template <typename E>
 struct TileGradient {
   static constexpr int kSize = kPackSize<E>;
-  float mean[kSize], slope[kSize], bias[kSize];  // slope: rstd * scale
+  // mean: without the addend, as it comes off x; slope: rstd * scale.
+  float mean[kSize], slope[kSize], bias[kSize];
 
   __device__ TileGradient(const ResidentCut& cut, const Tile<kSize>& tile,
                           const PackGroups<kSize>& groups, const BackwardInputs<E>& in) {
     in.scale.Load(tile.n, tile.channel, kSize, 1.0f, slope);
     in.bias.Load(tile.n, tile.channel, kSize, 0.0f, bias);
+    in.addend.Load(tile.n, tile.channel, kSize, 0.0f, mean);
     groups.ForEach([&](int i, int group) {
       const int64_t index = tile.n * cut.groups + tile.first_group + group;
-      mean[i] = in.mean[index];
+      mean[i] = in.mean[index] - mean[i];
       slope[i] *= in.rstd[index];
     });
   }

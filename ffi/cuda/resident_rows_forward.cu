@@ -45,18 +45,22 @@ template <typename E, typename AnyTeam>
 __device__ __forceinline__ void TileStatistics(
     const ResidentCut& cut, const TilePlace<kPackSize<E>>& place, const Tile<kPackSize<E>>& tile,
     const PackGroups<kPackSize<E>>& groups, const ResidentShared& space, const AnyTeam& team,
-    const E* x, const Pack<E>* slots, CopyParts* parts, float epsilon, float* mean, float* rstd,
-    int* exchanges) {
+    const ForwardInputs<E>& in, const Pack<E>* slots, CopyParts* parts, float epsilon, float* mean,
+    float* rstd, int* exchanges) {
   constexpr int kSize = kPackSize<E>;
   // Slower threads may still read the last slab's mean and rstd of it; the shift they don't.
   for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
-    const E* const first = FirstOfGroup(cut, tile, x, group);
-    space.numbers[group].shift = ShiftOf([&](int i) { return first[ShiftPosition(cut, i)]; });
+    const E* const first = FirstOfGroup(cut, tile, in.x, group);
+    const int64_t channel = (tile.first_group + group) * cut.group_size;
+    space.numbers[group].shift =
+        ShiftOf([&](int i) { return ToNumber(first[ShiftPosition(cut, i)]); }) +
+        in.addend.LoadOne(tile.n, channel, 0.0f);
   }
   for (bool again = false;; again = true) {
     __syncthreads();
-    float shift[kSize];
-    groups.ForEach([&](int i, int group) { shift[i] = space.numbers[group].shift; });
+    float shift[kSize], added[kSize];
+    in.addend.Load(tile.n, tile.channel, kSize, 0.0f, added);
+    groups.ForEach([&](int i, int group) { shift[i] = space.numbers[group].shift - added[i]; });
     ChannelSums<E, kSize> sums;
     const auto add = [&](const Pack<E>& pack) {
       float values[kSize];
@@ -73,7 +77,7 @@ __device__ __forceinline__ void TileStatistics(
       for (; step < stop; ++step) add(slots[step * cut.threads]);
     }
     if constexpr (AnyTeam::kPasses) {
-      const E* const from = x + tile.offset;
+      const E* const from = in.x + tile.offset;
       ForPassing<kAtOnce>(
           place.held, place.steps, false,
           [&](int step) { return LoadPack(from + step * place.stride); },
@@ -113,14 +117,17 @@ struct TileOutput {
   Normaliser normalisers[kSize];
 
   __device__ __forceinline__ TileOutput(const Tile<kSize>& tile, const PackGroups<kSize>& groups,
-                                        const GroupNumbers* numbers, const Parameter& scale,
-                                        const Parameter& bias) {
+                                        const GroupNumbers* numbers, const ForwardInputs<E>& in) {
     float scales[kSize], biases[kSize];
-    scale.Load(tile.n, tile.channel, kSize, 1.0f, scales);
-    bias.Load(tile.n, tile.channel, kSize, 0.0f, biases);
+    in.scale.Load(tile.n, tile.channel, kSize, 1.0f, scales);
+    in.bias.Load(tile.n, tile.channel, kSize, 0.0f, biases);
     groups.ForEach([&](int i, int group) {
       normalisers[i] = Normaliser(numbers[group], scales[i], biases[i]);
     });
+    if (in.addend.data == nullptr) return;
+    in.addend.Load(tile.n, tile.channel, kSize, 0.0f, scales);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) normalisers[i].Add(scales[i]);
   }
   template <Activation kActivation>
   __device__ __forceinline__ void Store(float (&z)[kSize], E* to) const {
@@ -132,9 +139,8 @@ struct TileOutput {
 
 template <typename E, typename AnyTeam>
 __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
-    ResidentTileForwardKernel(ResidentCut cut, typename AnyTeam::Space team_space, const E* x,
-                              Parameter scale, Parameter bias, float epsilon, Activation activation,
-                              float* mean, float* rstd, E* y) {
+    ResidentTileForwardKernel(ResidentCut cut, typename AnyTeam::Space team_space,
+                              ForwardInputs<E> in, float epsilon, float* mean, float* rstd, E* y) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
   const ResidentShared space(cut, shared, cut.held);
@@ -146,19 +152,19 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
   const SlabWalk walk(cut);
   Tile<kSize> tile(cut, place, walk.first);
   for (int step = 0; step < place.held; ++step) {
-    CopyAsync(SharedAddress(slots + step * cut.threads), x + tile.offset + step * place.stride);
+    CopyAsync(SharedAddress(slots + step * cut.threads), in.x + tile.offset + step * place.stride);
     parts.Issued(step);
   }
   parts.AllIssued();
   int exchanges = 0;
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride) {
-    TileStatistics<E>(cut, place, tile, groups, space, team, x, slots, &parts, epsilon, mean, rstd,
+    TileStatistics<E>(cut, place, tile, groups, space, team, in, slots, &parts, epsilon, mean, rstd,
                       &exchanges);
-    const TileOutput<E> output(tile, groups, space.numbers, scale, bias);
+    const TileOutput<E> output(tile, groups, space.numbers, in);
     E* to = y + tile.offset;
     if constexpr (AnyTeam::kPasses) {
-      const E* const again = x + tile.offset;
-      WithActivation(activation, [&](auto tag) {
+      const E* const again = in.x + tile.offset;
+      WithActivation(in.activation, [&](auto tag) {
         ForPassing<kAtOnce>(
             place.held, place.steps, true,
             [&](int step) { return LoadPack(again + step * place.stride); },
@@ -173,13 +179,13 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
     if (more) {
       tile = Tile<kSize>(cut, place, slab + walk.stride);
       for (int i = threadIdx.x; i < kShiftElements * cut.tile_groups; i += cut.threads) {
-        Prefetch(FirstOfGroup(cut, tile, x, i / kShiftElements) +
+        Prefetch(FirstOfGroup(cut, tile, in.x, i / kShiftElements) +
                  ShiftPosition(cut, i % kShiftElements));
       }
     }
     parts.StartIssuing();
-    const E* from = x + tile.offset;
-    WithActivation(activation, [&](auto tag) {
+    const E* from = in.x + tile.offset;
+    WithActivation(in.activation, [&](auto tag) {
 #pragma unroll 2
       for (int step = 0; step < place.held; ++step) {
         float z[kSize];

@@ -95,6 +95,14 @@ struct Segment {
   }
 };
 
+// A parameter's number for a segment's channel; a thread may have none.
+template <int kSize>
+__device__ __forceinline__ float OfChannel(const Run<kSize>& run, const Segment<kSize>& segment,
+                                           const Parameter& parameter, float fallback) {
+  if (segment.count == 0) return fallback;
+  return parameter.LoadOne(run.n, run.first_channel + segment.channel, fallback);
+}
+
 // visit(segment, first_slot) for the segments of a thread; the first is at hand.
 template <int kSize, typename Visit>
 __device__ __forceinline__ void ForSegments(const ResidentCut& cut, const RunPlace& place,

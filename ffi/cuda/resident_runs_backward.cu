@@ -41,7 +41,7 @@ template <typename E>
 struct RunGradient {
   static constexpr int kSize = kPackSize<E>;
   struct AtChannel {
-    float slope, bias;  // rstd * scale
+    float mean, slope, bias;  // without the addend, as it comes off x; rstd * scale
   };
   const ResidentCut& cut;
   const BackwardInputs<E>& in;
@@ -60,9 +60,10 @@ struct RunGradient {
         rstd(in.rstd[run.slab]) {}
 
   __device__ __forceinline__ AtChannel Channel(const Segment<kSize>& segment) const {
-    if (segment.count == 0) return {0, 0};
+    if (segment.count == 0) return {0, 0, 0};
     const int channel = first_channel + segment.channel;
-    return {rstd * in.scale.LoadOne(n, channel, 1.0f), in.bias.LoadOne(n, channel, 0.0f)};
+    return {mean - in.addend.LoadOne(n, channel, 0.0f), rstd * in.scale.LoadOne(n, channel, 1.0f),
+            in.bias.LoadOne(n, channel, 0.0f)};
   }
   // x - mean and dz of a slot. `taken` is called when both are out of shared memory.
   template <Activation kActivation, typename Taken>
@@ -75,7 +76,7 @@ struct RunGradient {
     taken(packs);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      deviation[i] -= mean;
+      deviation[i] -= at.mean;
       dz[i] = FastBackward<E, kActivation>(dz[i], deviation[i] * at.slope + at.bias);
     }
   }

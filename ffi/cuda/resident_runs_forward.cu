@@ -6,17 +6,22 @@ namespace {
 
 // The results of a group, in all of its threads, from the packs in `slots`.
 template <typename E>
-__device__ __forceinline__ GroupNumbers RunStatistics(
-    const ResidentCut& cut, const RunPlace& place, const Run<kPackSize<E>>& run,
-    const Segment<kPackSize<E>>& first_segment, const ResidentShared& space, const Team& team,
-    const E* x, const Pack<E>* slots, CopyParts* parts, float epsilon, int* exchanges) {
+__device__ __forceinline__ GroupNumbers RunStatistics(const ResidentCut& cut, const RunPlace& place,
+                                                      const Run<kPackSize<E>>& run,
+                                                      const Segment<kPackSize<E>>& first_segment,
+                                                      const ResidentShared& space, const Team& team,
+                                                      const ForwardInputs<E>& in,
+                                                      const Pack<E>* slots, CopyParts* parts,
+                                                      float epsilon, int* exchanges) {
   constexpr int kSize = kPackSize<E>;
   const auto sum = [&](const ShiftedSums& shifted, bool again) {
     Pair<float> sums = {0, 0};
     ForSegments<kSize>(
         cut, place, run.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
+          const ShiftedSums of_x = {shifted.shift - OfChannel(run, segment, in.addend, 0.0f),
+                                    shifted.share};
           const auto add = [&](int step, int from, int to) {
-            shifted.AddPack(slots[(first_slot + step) * cut.threads], sums, from, to);
+            of_x.AddPack(slots[(first_slot + step) * cut.threads], sums, from, to);
           };
           segment.ForWhole(
               [&](int step) {
@@ -30,13 +35,17 @@ __device__ __forceinline__ GroupNumbers RunStatistics(
         });
     return sums;
   };
-  return GroupStatistics(cut, x + run.origin + run.phase, space, team, epsilon, exchanges, sum);
+  const E* const x = in.x + run.origin + run.phase;
+  const auto at = [&](int64_t i) {
+    return ToNumber(x[i]) + in.addend.LoadOne(run.n, run.first_channel + i / cut.spatial, 0.0f);
+  };
+  return GroupStatistics(cut, at, space, team, epsilon, exchanges, sum);
 }
 
 template <typename E>
 __global__ void __launch_bounds__(kRunThreads, 2)
-    ResidentRunForwardKernel(ResidentCut cut, const E* x, Parameter scale, Parameter bias,
-                             float epsilon, Activation activation, float* mean, float* rstd, E* y) {
+    ResidentRunForwardKernel(ResidentCut cut, ForwardInputs<E> in, float epsilon, float* mean,
+                             float* rstd, E* y) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
   const ResidentShared space(cut, shared, cut.steps);
@@ -50,12 +59,12 @@ __global__ void __launch_bounds__(kRunThreads, 2)
   const Segment<kSize> first_segment(cut, place, run.phase, 0);
   ForSegments<kSize>(cut, place, run.phase, first_segment,
                      [&](const Segment<kSize>& segment, int first_slot) {
-                       CopySegment<E>(cut, run.origin, segment, slots, first_slot, &parts, x);
+                       CopySegment<E>(cut, run.origin, segment, slots, first_slot, &parts, in.x);
                      });
   parts.AllIssued();
   int exchanges = 0;
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride) {
-    const GroupNumbers numbers = RunStatistics<E>(cut, place, run, first_segment, space, team, x,
+    const GroupNumbers numbers = RunStatistics<E>(cut, place, run, first_segment, space, team, in,
                                                   slots, &parts, epsilon, &exchanges);
     if (place.rank == 0 && place.thread == 0) {
       mean[run.slab] = numbers.mean_high;
@@ -66,19 +75,18 @@ __global__ void __launch_bounds__(kRunThreads, 2)
     if (more) {
       run = Run<kSize>(cut, slab + walk.stride);
       if (place.thread < kShiftElements) {
-        Prefetch(x + run.origin + run.phase + ShiftElement(cut, place.thread));
+        Prefetch(in.x + run.origin + run.phase + ShiftElement(cut, place.thread));
       }
     }
     parts.StartIssuing();
-    WithActivation(activation, [&](auto tag) {
+    WithActivation(in.activation, [&](auto tag) {
       ForSegments<kSize>(
           cut, place, now.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
-            const int64_t channel = now.first_channel + segment.channel;
-            const Normaliser normalise(numbers,
-                                       segment.count > 0 ? scale.LoadOne(now.n, channel, 1.0f) : 0,
-                                       segment.count > 0 ? bias.LoadOne(now.n, channel, 0.0f) : 0);
+            Normaliser normalise(numbers, OfChannel(now, segment, in.scale, 1.0f),
+                                 OfChannel(now, segment, in.bias, 0.0f));
+            normalise.Add(OfChannel(now, segment, in.addend, 0.0f));
             E* const to = y + now.origin + segment.offset;
-            const E* const from = x + run.origin + segment.offset;
+            const E* const from = in.x + run.origin + segment.offset;
             const auto apply = [&](int step) {
               Pack<E>* const slot = slots + (first_slot + step) * cut.threads;
               float z[kSize];

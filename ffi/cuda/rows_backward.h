@@ -11,14 +11,17 @@ namespace jax_gn::cuda {
 template <typename E, typename T = Accumulator<E>>
 struct RowCoefficients {
   static constexpr int kSize = kRowPack<E>;
+  // mean: without the addend, as it comes off x.
   T mean[kSize] = {}, rstd[kSize] = {}, scale[kSize] = {}, bias[kSize] = {};
 
   __device__ __forceinline__ void Load(const RowCut& cut, const RowThread& thread, int64_t n,
                                        const BackwardInputs<E>& in) {
     in.scale.Load(n, thread.channel, thread.channels, T(1), scale);
     in.bias.Load(n, thread.channel, thread.channels, T(0), bias);
+    T added[kSize];
+    in.addend.Load(n, thread.channel, thread.channels, T(0), added);
     ForGroups<kSize>(cut, thread.channel, thread.channels, [&](int i, int64_t group) {
-      mean[i] = in.mean[n * cut.groups + group];
+      mean[i] = in.mean[n * cut.groups + group] - added[i];
       rstd[i] = in.rstd[n * cut.groups + group];
     });
   }

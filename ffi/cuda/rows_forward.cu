@@ -25,10 +25,11 @@ struct MomentsExchange {
         m2s{reinterpret_cast<T*>(shared + Exchange<double, kSize>::kBytes)} {}
 };
 
-// Reads the thread's rows of one sample, which begin at x, and leaves its channels' moments.
+// Reads the thread's rows of sample n, which begin at x, and leaves its channels' moments.
 template <typename E>
 __device__ __forceinline__ void ReadMoments(const RowCut& cut, const RowThread& thread, const E* x,
-                                            bool whole, const MomentsExchange<E>& exchange) {
+                                            bool whole, const Parameter& addend, int64_t n,
+                                            const MomentsExchange<E>& exchange) {
   using T = Accumulator<E>;
   RunningMoments<T> moments[kRowPack<E>];
   const int64_t stride = cut.sample_rows * cut.channels;
@@ -48,9 +49,11 @@ __device__ __forceinline__ void ReadMoments(const RowCut& cut, const RowThread& 
     }
     count += rows;
   });
+  double added[kRowPack<E>];
+  addend.Load(n, thread.channel, thread.channels, 0.0, added);
 #pragma unroll
   for (int i = 0; i < kRowPack<E>; ++i) {
-    exchange.means.Mine(i) = moments[i].Mean();
+    exchange.means.Mine(i) = moments[i].Mean() + added[i];
     exchange.m2s.Mine(i) = moments[i].m2;
   }
 }
@@ -85,7 +88,8 @@ __device__ __forceinline__ Moments UnitMoments(const RowCut& cut, const RowBlock
 
 template <typename E>
 __global__ void __launch_bounds__(kThreads)
-    RowMomentsKernel(RowCut cut, const E* x, Moments* parts, Statistics<Accumulator<E>> results) {
+    RowMomentsKernel(RowCut cut, const E* x, Parameter addend, Moments* parts,
+                     Statistics<Accumulator<E>> results) {
   using T = Accumulator<E>;
   extern __shared__ __align__(16) char shared[];
   const MomentsExchange<E> exchange(shared);
@@ -95,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t first = block.first_sample; first < block.end_sample; first += cut.batch) {
     const int64_t n = first + thread.slot;
     if (thread.channels > 0 && n < block.end_sample) {
-      ReadMoments(cut, thread, x + thread.Offset(cut, block, n), whole, exchange);
+      ReadMoments(cut, thread, x + thread.Offset(cut, block, n), whole, addend, n, exchange);
     }
     __syncthreads();
     ForUnits(cut, block, first, [&](const RowUnit& unit) {
@@ -115,30 +119,32 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename E>
 __global__ void __launch_bounds__(kThreads)
-    RowApplyKernel(RowCut cut, const E* x, Parameter scale, Parameter bias,
-                   Statistics<Accumulator<E>> statistics, Activation activation, E* y) {
+    RowApplyKernel(RowCut cut, ForwardInputs<E> in, Statistics<Accumulator<E>> statistics, E* y) {
   using T = Accumulator<E>;
   constexpr int kSize = kRowPack<E>;
   const RowBlock block(cut, gridDim.x - 1 - blockIdx.x);
   const RowThread thread = RowThread::Here<kSize>(cut, block);
   if (thread.channels == 0) return;
-  const bool whole_x = WholePacks<kRowPack<E>>(cut, x), whole_y = WholePacks<kRowPack<E>>(cut, y);
+  const bool whole_x = WholePacks<kRowPack<E>>(cut, in.x),
+             whole_y = WholePacks<kRowPack<E>>(cut, y);
   const int64_t stride = cut.sample_rows * cut.channels;
-  T mean[kSize] = {}, slope[kSize], shift[kSize], scales[kSize], biases[kSize];
+  T centre[kSize] = {}, slope[kSize], shift[kSize], scales[kSize], biases[kSize], added[kSize];
   for (int64_t n = block.first_sample + thread.slot; n < block.end_sample; n += cut.batch) {
-    scale.Load(n, thread.channel, thread.channels, T(1), scales);
-    bias.Load(n, thread.channel, thread.channels, T(0), biases);
+    in.scale.Load(n, thread.channel, thread.channels, T(1), scales);
+    in.bias.Load(n, thread.channel, thread.channels, T(0), biases);
+    in.addend.Load(n, thread.channel, thread.channels, T(0), added);
     ForGroups<kSize>(cut, thread.channel, thread.channels, [&](int i, int64_t group) {
       const int64_t at = n * cut.groups + group;
-      mean[i] = statistics.mean[at];
+      const Centre<T> c(statistics.mean[at], statistics.mean_low[at], added[i]);
+      centre[i] = c.value;
       slope[i] = statistics.rstd[at] * scales[i];
-      shift[i] = biases[i] - statistics.mean_low[at] * slope[i];
+      shift[i] = biases[i] - c.rest * slope[i];
     });
-    WithActivation(activation, [&](auto tag) {
+    WithActivation(in.activation, [&](auto tag) {
       WalkRows<kApplyRows>(
           thread.Offset(cut, block, n), stride, thread.rows, [&](int64_t at, int rows) {
             Pack<E, kSize> packs[kApplyRows];
-            LoadRows(x + at, stride, rows, thread.channels, whole_x, packs);
+            LoadRows(in.x + at, stride, rows, thread.channels, whole_x, packs);
 #pragma unroll
             for (int u = 0; u < kApplyRows; ++u) {
               if (u >= rows) break;
@@ -146,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
               ToNumbers(packs[u], z);
 #pragma unroll
               for (int i = 0; i < kSize; ++i) {
-                z[i] = Activate<tag()>((z[i] - mean[i]) * slope[i] + shift[i]);
+                z[i] = Activate<tag()>((z[i] - centre[i]) * slope[i] + shift[i]);
               }
               StoreRow(y + at + u * stride, ToPack<E>(z), thread.channels, whole_y);
             }
@@ -158,12 +164,12 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 template <typename E>
-Status LaunchRowMoments(const Problem&, const RowCut& cut, const Stage& stage,
+Status LaunchRowMoments(const Problem& problem, const RowCut& cut, const Stage& stage,
                         const ForwardArgs& args, const ForwardSpace<E>& space,
                         cudaStream_t stream) {
   RowMomentsKernel<E><<<Grid(stage), stage.threads, stage.shared_bytes, stream>>>(
-      cut, static_cast<const E*>(args.x), cut.whole_groups() ? nullptr : space.parts,
-      space.statistics);
+      cut, static_cast<const E*>(args.x), AddendOf(problem, args),
+      cut.whole_groups() ? nullptr : space.parts, space.statistics);
   return JAX_GN_LAUNCHED("RowMomentsKernel");
 }
 
@@ -171,8 +177,7 @@ template <typename E>
 Status LaunchRowApply(const Problem& problem, const RowCut& cut, const Stage& stage,
                       const ForwardArgs& args, const ForwardSpace<E>& space, cudaStream_t stream) {
   RowApplyKernel<E><<<Grid(stage), stage.threads, 0, stream>>>(
-      cut, static_cast<const E*>(args.x), ScaleOf(problem, args), BiasOf(problem, args),
-      space.statistics, problem.activation, static_cast<E*>(args.y));
+      cut, ForwardInputs<E>(problem, args), space.statistics, static_cast<E*>(args.y));
   return JAX_GN_LAUNCHED("RowApplyKernel");
 }
 

@@ -18,7 +18,7 @@ struct RunCoefficients {
   __device__ RunCoefficients(const RunCut& cut, const RunPiece& piece, int64_t group,
                              const BackwardInputs<E>& in) {
     const int64_t n = piece.run / cut.runs, channel = piece.run % cut.runs;
-    mean = in.mean[group];
+    mean = in.mean[group] - in.addend.LoadOne(n, channel, T(0));  // as it comes off x
     rstd = in.rstd[group];
     scale = in.scale.LoadOne(n, channel, T(1));
     bias = in.bias.LoadOne(n, channel, T(0));

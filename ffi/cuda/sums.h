@@ -95,6 +95,19 @@ struct TwoSum {
   }
 };
 
+// What comes off x, so that x + addend is centred: no element costs an addition more.
+template <typename T>
+struct Centre {
+  T value, rest;
+
+  __device__ __forceinline__ Centre(T mean, T mean_low, T addend) : value(mean), rest(mean_low) {
+    if (addend == T(0)) return;  // an infinite mean has no rest
+    const TwoSum<T> difference(mean, -addend);
+    value = difference.sum;
+    rest += difference.rest;
+  }
+};
+
 // The sum over `lanes` neighbouring threads of a warp, in all of them, in the accumulator's type.
 template <typename T>
 __device__ __forceinline__ T WarpSum(T value, int lanes = 32) {

@@ -76,27 +76,31 @@ struct Group {
 
 template <typename E>
 __global__ void __launch_bounds__(kThreads)
-    GroupStatisticsApplyKernel(Sizes sizes, const E* x, Parameter scale, Parameter bias,
-                               Activation activation, Statistics<Accumulator<E>> results, E* y) {
+    GroupStatisticsApplyKernel(Sizes sizes, ForwardInputs<E> in, Statistics<Accumulator<E>> results,
+                               E* y) {
   using T = Accumulator<E>;
   const Group group(sizes);
   const double count = static_cast<double>(group.elements);
-  const double shift = ToNumber(x[group.offset]);  // exact for a constant group
+  const auto number = [&](int64_t at, int64_t channel) {
+    return ToNumber(in.x[at]) + in.addend.LoadOne(group.n, channel, 0.0);
+  };
+  const double shift = number(group.offset, group.first_channel);  // exact for a constant group
   double sum = 0, m2 = 0;
-  group.ForElements([&](int64_t at, int64_t) { sum += ToNumber(x[at]) - shift; });
+  group.ForElements([&](int64_t at, int64_t channel) { sum += number(at, channel) - shift; });
   const double exact_mean = shift + LaneSum(sum, kThreads) / count;
-  group.ForElements([&](int64_t at, int64_t) {
-    const double deviation = ToNumber(x[at]) - exact_mean;
+  group.ForElements([&](int64_t at, int64_t channel) {
+    const double deviation = number(at, channel) - exact_mean;
     m2 += deviation * deviation;
   });
   const GroupResult<T> result(exact_mean, LaneSum(m2, kThreads), group.elements, results.epsilon);
   if (threadIdx.x == 0) results.Store(group.index, result);
   if (y == nullptr) return;
   group.ForElements([&](int64_t at, int64_t channel) {
-    const T slope = result.rstd * scale.LoadOne(group.n, channel, T(1));
-    const T offset = bias.LoadOne(group.n, channel, T(0)) - result.mean_low * slope;
-    T z[] = {(ToNumber(x[at]) - result.mean) * slope + offset};
-    ActivateAll(activation, z);
+    const T slope = result.rstd * in.scale.LoadOne(group.n, channel, T(1));
+    const Centre<T> centre(result.mean, result.mean_low, in.addend.LoadOne(group.n, channel, T(0)));
+    const T offset = in.bias.LoadOne(group.n, channel, T(0)) - centre.rest * slope;
+    T z[] = {(ToNumber(in.x[at]) - centre.value) * slope + offset};
+    ActivateAll(in.activation, z);
     y[at] = ToElement<E>(z[0]);
   });
 }
@@ -109,7 +113,7 @@ struct Gradient {
 
   __device__ __forceinline__ Gradient(const BackwardInputs<E>& in, int64_t at, int64_t n,
                                       int64_t channel, T mean, T rstd) {
-    xhat = (ToNumber(in.x[at]) - mean) * rstd;
+    xhat = (ToNumber(in.x[at]) - (mean - in.addend.LoadOne(n, channel, T(0)))) * rstd;
     scale = in.scale.LoadOne(n, channel, T(1));
     T dy[] = {ToNumber(in.dy[at])};
     const T z[] = {xhat * scale + in.bias.LoadOne(n, channel, T(0))};
@@ -201,8 +205,7 @@ Status LaunchThreeStageForward(const Problem& problem, const Plan& plan, const F
     using E = decltype(element);
     using T = Accumulator<E>;
     GroupStatisticsApplyKernel<E><<<Grid(plan.stages[0]), kThreads, 0, stream>>>(
-        Sizes(problem), static_cast<const E*>(args.x), ScaleOf(problem, args),
-        BiasOf(problem, args), problem.activation,
+        Sizes(problem), ForwardInputs<E>(problem, args),
         Statistics<T>{static_cast<T*>(args.mean), static_cast<T*>(args.rstd),
                       static_cast<T*>(args.mean_low), args.epsilon, static_cast<T*>(args.variance)},
         static_cast<E*>(args.y));

@@ -25,6 +25,10 @@ constexpr Shape kShapes[] = {
 };
 constexpr int64_t kSmall = 20000;  // elements
 
+// Half without, as one way of cutting a problem knows none.
+constexpr Param kAddends[] = {Param::kAbsent, Param::kPerChannel, Param::kAbsent,
+                              Param::kPerSample};
+
 constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
 
 }  // namespace
@@ -52,8 +56,10 @@ std::vector<Case> SweepCases(bool small) {
           p.activation = static_cast<Activation>(turn % 5);
           p.scale = static_cast<Param>(turn % 3);
           p.bias = static_cast<Param>(turn / 3 % 3);
+          p.addend = kAddends[turn / 9 % 4];
           p.scale_dtype = kTypes[turn / 5 % 4];
           p.bias_dtype = kTypes[turn / 7 % 4];
+          p.addend_dtype = kTypes[turn / 11 % 4];
           c.misaligned = turn % 7 < 4 ? 0 : turn % 7 - 3;
           c.mean = turn % 11 == 0 ? 100 : 0.5;
           c.family = family;
@@ -81,7 +87,8 @@ std::string Case::Name() const {
          std::to_string(p.spatial) + ", " + std::to_string(p.channels) + "] / " +
          std::to_string(p.groups) + " " + name(kActivationNames, p.activation) + " scale " +
          name(kParamNames, p.scale) + " " + name(kDTypeNames, p.scale_dtype) + " bias " +
-         name(kParamNames, p.bias) + " " + name(kDTypeNames, p.bias_dtype) + " +" +
+         name(kParamNames, p.bias) + " " + name(kDTypeNames, p.bias_dtype) + " addend " +
+         name(kParamNames, p.addend) + " " + name(kDTypeNames, p.addend_dtype) + " +" +
          std::to_string(misaligned) + (cut < 0 ? "" : " cut " + std::to_string(cut));
 }
 

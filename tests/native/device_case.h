@@ -117,6 +117,7 @@ class DeviceCase {
     dy_ = make(p.elements(), p.dtype, off);
     scale_ = make(ParamElements(p, p.scale), p.scale_dtype, off);
     bias_ = make(ParamElements(p, p.bias), p.bias_dtype, off);
+    addend_ = make(ParamElements(p, p.addend), p.addend_dtype, off);
     // Off by another amount, where off at all: not every tensor is aligned like x.
     y_ = make(p.elements(), p.dtype, off == 0 ? 0 : off + 1);
     dx_ = make(p.elements(), p.dtype, off == 0 ? 0 : off + 1);
@@ -135,12 +136,14 @@ class DeviceCase {
     dy_->Write(Encode(numbers.dy, p.dtype));
     scale_->Write(Encode(numbers.scale, p.scale_dtype));
     bias_->Write(Encode(numbers.bias, p.bias_dtype));
+    addend_->Write(Encode(numbers.addend, p.addend_dtype));
     const auto or_null = [](Param form, const Buffer* buffer) {
       return form == Param::kAbsent ? nullptr : buffer->data();
     };
     forward_args_ = {x_->data(),
                      or_null(p.scale, scale_),
                      or_null(p.bias, bias_),
+                     or_null(p.addend, addend_),
                      the_case.epsilon,
                      y_->data(),
                      mean_->data(),
@@ -152,16 +155,22 @@ class DeviceCase {
                       x_->data(),
                       or_null(p.scale, scale_),
                       bias,
+                      or_null(p.addend, addend_),
                       mean_->data(),
                       rstd_->data(),
                       dx_->data(),
                       or_null(p.scale, dscale_),
                       or_null(p.bias, dbias_),
                       backward_space_->data()};
-    moments_args_ = {x_->data(), nullptr,
-                     nullptr,    0,
-                     nullptr,    moments_results_[0]->data(),
-                     nullptr,    moments_space_->data()};
+    moments_args_ = {x_->data(),
+                     nullptr,
+                     nullptr,
+                     or_null(p.addend, addend_),
+                     0,
+                     nullptr,
+                     moments_results_[0]->data(),
+                     nullptr,
+                     moments_space_->data()};
     moments_args_.mean_low = moments_results_[1]->data();
     moments_args_.variance = moments_results_[2]->data();
     channel_args_ = backward_args_;
@@ -234,7 +243,7 @@ class DeviceCase {
   Plan forward_plan_, backward_plan_, moments_plan_, channel_plan_;
   Status status_;
   std::vector<std::unique_ptr<Buffer>> buffers_;
-  Buffer *x_, *dy_, *scale_, *bias_, *y_, *dx_, *mean_, *rstd_, *dscale_, *dbias_;
+  Buffer *x_, *dy_, *scale_, *bias_, *addend_, *y_, *dx_, *mean_, *rstd_, *dscale_, *dbias_;
   Buffer* moments_results_[3];  // mean, mean_low, variance
   Buffer* channel_results_[2];  // dz, dz_xhat
   Buffer *forward_space_, *backward_space_, *moments_space_, *channel_space_;

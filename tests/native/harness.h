@@ -29,7 +29,7 @@ std::vector<Case> SweepCases(bool small);
 
 // Numbers that the storage types hold exactly, and what a call must make of them, in double.
 struct Numbers {
-  std::vector<double> x, dy, scale, bias;
+  std::vector<double> x, dy, scale, bias, addend;
 };
 struct Results {
   std::vector<double> y, mean, rstd, dx, dscale, dbias;

@@ -76,14 +76,19 @@ std::vector<double> Draw(int64_t count, double mean, double spread, DType dtype,
   return Decode(Encode(values, dtype), dtype);
 }
 
+// x + addend.
+double X(const Problem& p, const Numbers& numbers, int64_t n, int64_t s, int64_t c) {
+  return numbers.x[At(p, n, s, c)] + Param1(numbers.addend, p.addend, p, n, c, 0);
+}
+
 void ReferenceGroup(const Case& the_case, const Numbers& numbers, int64_t n, int64_t g,
                     Results* out) {
   const Problem& p = the_case.problem;
   const double count = static_cast<double>(p.group_elements());
   double mean = 0, variance = 0, sum_p = 0, sum_q = 0;
-  ForGroup(p, g, [&](int64_t s, int64_t c) { mean += numbers.x[At(p, n, s, c)] / count; });
+  ForGroup(p, g, [&](int64_t s, int64_t c) { mean += X(p, numbers, n, s, c) / count; });
   ForGroup(p, g, [&](int64_t s, int64_t c) {
-    const double d = numbers.x[At(p, n, s, c)] - mean;
+    const double d = X(p, numbers, n, s, c) - mean;
     variance += d * d / count;
   });
   const double rstd = 1 / std::sqrt(variance + the_case.epsilon);
@@ -92,7 +97,7 @@ void ReferenceGroup(const Case& the_case, const Numbers& numbers, int64_t n, int
   out->variance[n * p.groups + g] = variance;
   const auto z = [&](int64_t s, int64_t c, double* scale) {
     *scale = Param1(numbers.scale, p.scale, p, n, c, 1);
-    return (numbers.x[At(p, n, s, c)] - mean) * rstd * *scale +
+    return (X(p, numbers, n, s, c) - mean) * rstd * *scale +
            Param1(numbers.bias, p.bias, p, n, c, 0);
   };
   ForGroup(p, g, [&](int64_t s, int64_t c) {
@@ -100,7 +105,8 @@ void ReferenceGroup(const Case& the_case, const Numbers& numbers, int64_t n, int
     const int64_t i = At(p, n, s, c);
     const double at = z(s, c, &scale);
     out->y[i] = Activated(p.activation, at);
-    const double dz = numbers.dy[i] * Slope(p.activation, at), d = numbers.x[i] - mean;
+    const double dz = numbers.dy[i] * Slope(p.activation, at);
+    const double d = X(p, numbers, n, s, c) - mean;
     sum_p += scale * dz / count;
     sum_q += scale * dz * d / count;
     const int64_t row = n * p.channels + c;
@@ -114,7 +120,8 @@ void ReferenceGroup(const Case& the_case, const Numbers& numbers, int64_t n, int
     double scale;
     const int64_t i = At(p, n, s, c);
     const double dz = numbers.dy[i] * Slope(p.activation, z(s, c, &scale));
-    out->dx[i] = rstd * (scale * dz - sum_p - (numbers.x[i] - mean) * rstd * rstd * sum_q);
+    const double d = X(p, numbers, n, s, c) - mean;
+    out->dx[i] = rstd * (scale * dz - sum_p - d * rstd * rstd * sum_q);
   });
 }
 
@@ -148,6 +155,7 @@ Numbers MakeNumbers(const Case& the_case) {
   numbers.dy = Draw(p.elements(), 0.1, 1, p.dtype, engine);
   numbers.scale = Draw(ParamElements(p, p.scale), 1, 0.3, p.scale_dtype, engine);
   numbers.bias = Draw(ParamElements(p, p.bias), 0.1, 0.3, p.bias_dtype, engine);
+  numbers.addend = Draw(ParamElements(p, p.addend), 0, 1, p.addend_dtype, engine);
   if (p.activation != Activation::kRelu && p.activation != Activation::kLeakyRelu) return numbers;
   // At the kink of relu rounding decides between two derivatives: no gradient there. y tells where
   // that is, but for relu's zeros.

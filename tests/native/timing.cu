@@ -137,9 +137,9 @@ void TimeOne(const std::string& name, const Problem& p, const Plan& plan, const 
     char *dbias = take(parameter), *dy = tensors == 3 ? take(tensor) : nullptr;
     const Status status =
         p.op == Op::kForward
-            ? cuda::RunForward(p, plan, {x, scale, bias, 1e-5, y, mean, rstd, at}, stream)
-            : cuda::RunBackward(p, plan, {dy, x, scale, bias, mean, rstd, y, dscale, dbias, at},
-                                stream);
+            ? cuda::RunForward(p, plan, {x, scale, bias, nullptr, 1e-5, y, mean, rstd, at}, stream)
+            : cuda::RunBackward(
+                  p, plan, {dy, x, scale, bias, nullptr, mean, rstd, y, dscale, dbias, at}, stream);
     if (!status.ok()) error = status.message();
   });
   const double bytes = static_cast<double>(CompulsoryBytes(p));

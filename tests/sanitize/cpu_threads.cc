@@ -82,20 +82,22 @@ std::vector<Bytes> Step(Problem problem, Family family, cpu::Executor& executor)
   const int64_t statistic = problem.n * problem.groups * SizeOf(problem.accumulator());
   const int64_t parameter = problem.channels * SizeOf(problem.scale_dtype);
   const Bytes x = Input(tensor), dy = Input(tensor), scale = Input(parameter), bias = scale;
+  const Bytes addend = scale;
   Bytes y = Memory(tensor), dx = y, mean = Memory(statistic), rstd = mean;
   Bytes dscale = Memory(parameter), dbias = dscale;
   Plan plan;
   problem.op = Op::kForward;
   if (!MakePlan(problem, Platform::kCpu, DeviceLimits(), family, &plan).ok()) return {};
   Bytes workspace = Memory(plan.workspace_bytes);
-  ForwardArgs forward{x.data(), scale.data(), bias.data(), 1e-6,
+  ForwardArgs forward{x.data(), scale.data(), bias.data(), addend.data(),   1e-6,
                       y.data(), mean.data(),  rstd.data(), workspace.data()};
   if (!cpu::RunForward(problem, plan, forward, executor).ok()) return {};
   problem.op = Op::kBackward;
   if (!MakePlan(problem, Platform::kCpu, DeviceLimits(), family, &plan).ok()) return {};
   Bytes scratch = Memory(plan.workspace_bytes);
-  BackwardArgs backward{dy.data(),   x.data(),  scale.data(),  bias.data(),  mean.data(),
-                        rstd.data(), dx.data(), dscale.data(), dbias.data(), scratch.data()};
+  BackwardArgs backward{dy.data(),     x.data(),     scale.data(),  bias.data(),
+                        addend.data(), mean.data(),  rstd.data(),   dx.data(),
+                        dscale.data(), dbias.data(), scratch.data()};
   if (!cpu::RunBackward(problem, plan, backward, executor).ok()) return {};
   return {y, mean, rstd, dx, dscale, dbias};
 }
@@ -115,10 +117,10 @@ int Check() {
     for (Layout layout : {Layout::kChannelsLast, Layout::kChannelsFirst}) {
       for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
         Problem problem;
-        problem.dtype = problem.scale_dtype = problem.bias_dtype = dtype;
+        problem.dtype = problem.scale_dtype = problem.bias_dtype = problem.addend_dtype = dtype;
         problem.layout = layout;
         problem.activation = Activation::kSilu;
-        problem.scale = problem.bias = Param::kPerChannel;
+        problem.scale = problem.bias = problem.addend = Param::kPerChannel;
         problem.n = 3, problem.spatial = 700, problem.channels = 64, problem.groups = 8;
         const std::vector<Bytes> want = Step(problem, family, pool);
         std::vector<int> wrong(kCallers, 0);
