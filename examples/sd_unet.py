@@ -1,4 +1,4 @@
-"""A U-Net of Stable Diffusion 1.5's shape, trained with four norms: what does GroupNorm cost?
+"""A U-Net of Stable Diffusion 1.5's shape, trained with five norms: what does GroupNorm cost?
 
     python examples/sd_unet.py                                        # on a GPU: batch 8, 64x64
     python examples/sd_unet.py --width 32 --batch 1 --size 16 --turns 2     # tiny, on any machine
@@ -9,6 +9,7 @@ embedding added before each second norm; no attention. The norm and silu of a bl
     flax      flax.nnx.GroupNorm, then silu
     unfused   jax_gn.nnx.GroupNorm, then silu
     fused     jax_gn.nnx.GroupNorm(activation="silu")
+    added     the same, which adds the time embedding itself: norm(h, addend=time)
     none      silu alone: what remains of the step is not the norm's
 
 All in one run: each step is compiled, then they take turns, some steps each as a training loop runs
@@ -44,15 +45,15 @@ LATENT_CHANNELS, LEARNING_RATE = 4, 1e-4
 HERE = Path(__file__).parent
 LAYOUT_CHANGES = runpy.run_path(str(HERE / "hlo_layouts.py"))["layout_changes"]
 DEVICE_TIME = runpy.run_path(str(HERE / "device_time.py"))["device_time"]
-VARIANTS = ("flax", "unfused", "fused", "none")
+VARIANTS = ("flax", "unfused", "fused", "added", "none")
 
 
 def norm_silu(variant: str, groups: int, channels: int, *, dtype, rngs: nnx.Rngs):
-    """silu(norm(x)) in one of the four ways."""
+    """silu(norm(x)) in one of these ways."""
     if variant == "none":
         return nnx.Sequential(nnx.silu)
     options = {"num_groups": groups, "dtype": dtype, "rngs": rngs}
-    if variant == "fused":
+    if variant in ("fused", "added"):
         return jax_gn.nnx.GroupNorm(channels, activation="silu", **options)
     make = nnx.GroupNorm if variant == "flax" else jax_gn.nnx.GroupNorm
     return nnx.Sequential(make(channels, **options), nnx.silu)
@@ -61,10 +62,14 @@ def norm_silu(variant: str, groups: int, channels: int, *, dtype, rngs: nnx.Rngs
 class ResBlock(nnx.Module):
     """norm, silu, conv, plus time, norm, silu, conv, plus a skip connection."""
 
-    def __init__(self, inputs: int, outputs: int, context: int, norm, *, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, inputs: int, outputs: int, context: int, norm, adds: bool, *, dtype, rngs: nnx.Rngs
+    ):
         options = {"dtype": dtype, "rngs": rngs}
+        self.adds = adds
         self.norm1 = norm(inputs, **options)
-        self.conv1 = nnx.Conv(inputs, outputs, (3, 3), **options)
+        # The bias of `time` is added to the same channels.
+        self.conv1 = nnx.Conv(inputs, outputs, (3, 3), use_bias=not adds, **options)
         self.time = nnx.Linear(context, outputs, **options)
         self.norm2 = norm(outputs, **options)
         self.conv2 = nnx.Conv(outputs, outputs, (3, 3), **options)
@@ -73,18 +78,19 @@ class ResBlock(nnx.Module):
             self.skip = nnx.Conv(inputs, outputs, (1, 1), **options)
 
     def __call__(self, x, context):
-        h = self.conv1(self.norm1(x)) + self.time(context)[:, None, None]
-        h = self.conv2(self.norm2(h))
+        h, time = self.conv1(self.norm1(x)), self.time(context)
+        h = self.norm2(h, addend=time) if self.adds else self.norm2(h + time[:, None, None])
+        h = self.conv2(h)
         return h + (x if self.skip is None else self.skip(x))
 
 
 class UNet(nnx.Module):
     """The noise in latents x [N, H, W, 4] at time t [N]."""
 
-    def __init__(self, widths: list[int], blocks: int, norm, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, widths: list[int], blocks: int, norm, adds: bool, *, dtype, rngs: nnx.Rngs):
         width, context = widths[0], 4 * widths[0]
         options = {"dtype": dtype, "rngs": rngs}
-        block = partial(ResBlock, context=context, norm=norm, **options)
+        block = partial(ResBlock, context=context, norm=norm, adds=adds, **options)
         self.width = width
         self.time1 = nnx.Linear(width, context, **options)
         self.time2 = nnx.Linear(context, context, **options)
@@ -210,11 +216,11 @@ def chosen_layouts(step, state, batch):
 def prepare(variant: str, dtype: str, options, batch) -> Run:
     """The variant's state, and its training step compiled."""
     widths = [options.width * m for m in options.multiples]
-    norm = partial(norm_silu, variant, options.groups)
+    norm, adds = partial(norm_silu, variant, options.groups), variant == "added"
     _, init, update = adam()
 
     def make():
-        return nnx.split(UNet(widths, options.blocks, norm, dtype=dtype, rngs=nnx.Rngs(0)))
+        return nnx.split(UNet(widths, options.blocks, norm, adds, dtype=dtype, rngs=nnx.Rngs(0)))
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: nnx.merge(*make())))
 
@@ -274,11 +280,13 @@ def show(dtype: str, table: dict) -> None:
         sizes = (row[key] / 2**20 for key in ("temp_bytes", "peak_bytes"))
         numbers = f"{row['step_ms']:11.2f}{row['step_ms'] - rest:11.2f}"
         print(f"{name:10}{numbers}{''.join(f'{s:11.0f}' for s in sizes)}{row['kernel_calls']:11}")
-    if {"flax", "fused", "none"} <= table.keys():
-        flax, fused = (table[name]["step_ms"] for name in ("flax", "fused"))
-        part = f"{(fused - rest) / (flax - rest):.0%}" if flax > rest else "not measurable"
-        temp = table["fused"]["temp_bytes"] / table["none"]["temp_bytes"] - 1
-        print(f"fused: step {flax / fused:.2f}x as fast; norms' part {part} of Flax's; ", end="")
+    if not {"flax", "none"} <= table.keys():
+        return
+    for name in (name for name in table if name not in ("flax", "none")):
+        flax, ours = (table[n]["step_ms"] for n in ("flax", name))
+        part = f"{(ours - rest) / (flax - rest):.0%}" if flax > rest else "not measurable"
+        temp = table[name]["temp_bytes"] / table["none"]["temp_bytes"] - 1
+        print(f"{name}: step {flax / ours:.2f}x as fast; norms' part {part} of Flax's; ", end="")
         print(f"temporary memory {temp:+.0%} against no norms")
 
 

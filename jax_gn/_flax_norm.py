@@ -104,8 +104,8 @@ def result_dtype(*arrays, dtype):
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
-def apply(layer: Layer, x, learned, given, mask):
-    """The layer's output for x; `learned` and `given` are (scale, bias), each optional."""
+def apply(layer: Layer, x, learned, given, addend, mask):
+    """The layer's output for x + addend; `learned` and `given` are (scale, bias), each optional."""
     check_epsilon(layer.epsilon)
     activation = check_activation(layer.activation)
     x = jnp.asarray(x)
@@ -116,6 +116,7 @@ def apply(layer: Layer, x, learned, given, mask):
     given = tuple(
         _given(name, value, x, layer, features) for name, value in zip(_NAMES, given, strict=True)
     )
+    addend = _given("addend", addend, x, layer, features)
     dtype = result_dtype(x, *learned, dtype=layer.dtype)
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
         x = x.real  # what Flax makes of it
@@ -124,18 +125,21 @@ def apply(layer: Layer, x, learned, given, mask):
         compute = jnp.promote_types(compute, jnp.float32)
     x = x.astype(compute)
     scale, bias = _joined(learned, given, jnp.promote_types(compute, jnp.float32))
-    per_sample = any(v is not None and v.ndim > len(features) for v in (scale, bias))
+    parameters = scale, bias, addend
+    per_sample = any(v is not None and v.ndim > len(features) for v in parameters)
 
     call = _kernel_call(layer, x, per_sample, mask)
     if isinstance(call, str):
         _require_definition(layer.implementation, call)
-        y = _definition(layer, x, scale, bias, mask, activation)
+        y = _definition(layer, x, scale, bias, addend, mask, activation)
     else:
         groups: Any = ONE_CHANNEL_A_GROUP if layer.num_groups is None else layer.num_groups
+        scale, bias, addend = (_parameter(v, call, features, compute) for v in parameters)
         y = group_norm(
             x.reshape(call.shape),
-            _parameter(scale, call, features, compute),
-            _parameter(bias, call, features, compute),
+            scale,
+            bias,
+            addend=addend,
             num_groups=groups,
             epsilon=layer.epsilon,
             channel_axis=call.channel_axis,
@@ -170,7 +174,7 @@ def _learned(name: str, value, features: tuple[int, ...]):
 
 
 def _given(name: str, value, x, layer: Layer, features: tuple[int, ...]):
-    """A scale or bias of the call, `features` or `(N, *features)`."""
+    """A scale, bias or addend of the call, `features` or `(N, *features)`."""
     if value is None:
         return None
     value = jnp.asarray(value)
@@ -197,7 +201,7 @@ def _joined(learned, given, wide):
 
 
 def _parameter(value, call: _KernelCall, features: tuple[int, ...], compute):
-    """A scale or bias as group_norm takes it: (C,) or (N, C), a type that it knows."""
+    """A parameter as group_norm takes it: (C,) or (N, C), a type that it knows."""
     if value is None:
         return None
     if jnp.dtype(value.dtype).name not in ACCUMULATORS:
@@ -223,7 +227,7 @@ def _kernel_call(layer: Layer, x, per_sample: bool, mask) -> _KernelCall | str:
         if layer.reduced != tuple(range(first, x.ndim)):
             return f"reduction_axes {layer.reduced} (the reduced axes must be the last ones)"
         if first == 0 and per_sample:
-            return "a scale or bias per sample where the batch is reduced"
+            return "a scale, bias or addend per sample where the batch is reduced"
         shape = _within_rank(math.prod(x.shape[:first]), x.shape[first:-1], x.shape[-1:])
         return _KernelCall(shape, -1, math.prod(x.shape[1:first]))
     first, last = layer.features[0], layer.features[-1]
@@ -255,7 +259,7 @@ def _require_definition(implementation, reason: str) -> None:
         )
 
 
-def _definition(layer: Layer, x, scale, bias, mask, activation: str | None):
+def _definition(layer: Layer, x, scale, bias, addend, mask, activation: str | None):
     """The layer in jax.numpy, in at least float32."""
     shape, axes = x.shape, layer.reduced
     if layer.num_groups is not None:
@@ -263,7 +267,10 @@ def _definition(layer: Layer, x, scale, bias, mask, activation: str | None):
         axes = (*axes[:-1], x.ndim)
     if mask is not None:
         mask = _broadcast_mask(mask, x.shape).reshape(shape)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(shape)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if addend is not None:
+        wide = wide + _feature_view(layer, addend, x.ndim).astype(wide.dtype)
+    wide = wide.reshape(shape)
     across = across_of(layer.axis_name, layer.axis_index_groups)
     z = standardized(wide, axes, epsilon=layer.epsilon, mask=mask, across=across).reshape(x.shape)
     if scale is not None:

@@ -160,9 +160,7 @@ def make_problem(
     )
 
 
-def problem_of(
-    x, scale, bias, addend=None, *, num_groups, channel_axis, activation
-) -> Problem:
+def problem_of(x, scale, bias, addend=None, *, num_groups, channel_axis, activation) -> Problem:
     """The Problem of these arrays (anything with shape and dtype)."""
     for name, value in (("x", x), ("scale", scale), ("bias", bias), ("addend", addend)):
         optional = " or None" if name != "x" else ""

@@ -172,14 +172,14 @@ def _merged(high, low, var, across: Across):
 
 def _with_addend(problem: Problem, x, addend):
     """x + addend, of x's shape, in the accumulator type."""
-    x, addend = _wide(problem, x, addend)
+    (x,) = _wide(problem, x)
     if addend is None:
         return x
-    sizes = [1] * x.ndim
+    sizes = [1] * len(problem.shape)
     sizes[problem.channel_axis] = problem.channels
     if addend.ndim == 2:
         sizes[0] = problem.n
-    return x + addend.reshape(sizes)
+    return x + addend.astype(problem.accumulator).reshape(sizes)
 
 
 def _wide(problem: Problem, *arrays):

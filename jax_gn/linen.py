@@ -50,8 +50,8 @@ class GroupNorm(linen.GroupNorm):
     implementation: str | Sequence[str] | None = None
 
     @linen.compact
-    def __call__(self, x, mask=None, scale=None, bias=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """activation(layer(x) * scale + bias), `layer` with its learned scale and bias.
+    def __call__(self, x, mask=None, scale=None, bias=None, *, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """activation(layer(x + addend) * scale + bias), `layer` with its learned scale and bias.
 
         Args:
           x: `[N, *spatial, C]`; other leading axes need `reduction_axes`.
@@ -59,6 +59,8 @@ class GroupNorm(linen.GroupNorm):
           scale, bias: `(C,)`, or `(N, C)` for one a sample; they follow the learned ones (make the
             layer with use_scale=False, use_bias=False to have them alone) and don't change the
             result's dtype.
+          addend: likewise; added to x before all else, in the kernel: a convolution's bias, a time
+            embedding.
 
         Returns:
           y of x's shape; of type `dtype`, or of x and the learned parameters promoted.
@@ -71,7 +73,7 @@ class GroupNorm(linen.GroupNorm):
         reduced = group_axes(self.reduction_axes, x.ndim)
         groups = self._groups(x.shape[-1])
         layer = layer_of(self, reduced, (x.ndim - 1,), groups)
-        return apply(layer, x, _parameters(self, x, layer.features), (scale, bias), mask)
+        return apply(layer, x, _parameters(self, x, layer.features), (scale, bias), addend, mask)
 
     def _groups(self, channels: int) -> int:
         """The number of groups of x with that many channels."""
@@ -113,13 +115,13 @@ class InstanceNorm(linen.InstanceNorm):
     implementation: str | Sequence[str] | None = None
 
     @linen.compact
-    def __call__(self, x, mask=None, scale=None, bias=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """activation(layer(x) * scale + bias): see `GroupNorm`.
+    def __call__(self, x, mask=None, scale=None, bias=None, *, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """activation(layer(x + addend) * scale + bias): see `GroupNorm`.
 
         Args:
           x: `[N, ...]` with its channels in `feature_axes`.
           mask: True where mean and variance are taken from; broadcast to x.
-          scale, bias: of the feature axes' shape, or with N before it for one a sample.
+          scale, bias, addend: of the feature axes' shape, or with N before it for one a sample.
 
         Returns:
           y of x's shape; of type `dtype`, or of x and the learned parameters promoted.
@@ -134,7 +136,7 @@ class InstanceNorm(linen.InstanceNorm):
             return super().__call__(x)  # Flax's own error
         reduced = tuple(axis for axis in range(1, x.ndim) if axis not in features)
         layer = layer_of(self, reduced, features, None)
-        return apply(layer, x, _parameters(self, x, features), (scale, bias), mask)
+        return apply(layer, x, _parameters(self, x, features), (scale, bias), addend, mask)
 
 
 def _parameters(module, x, features: tuple[int, ...]):

@@ -72,8 +72,8 @@ class GroupNorm(nnx.GroupNorm):
         super().__init__(*args, **kwargs)
         _set_ours(self, activation, implementation)
 
-    def __call__(self, x, mask=None, scale=None, bias=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """activation(layer(x) * scale + bias), `layer` with its learned scale and bias.
+    def __call__(self, x, mask=None, scale=None, bias=None, *, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """activation(layer(x + addend) * scale + bias), `layer` with its learned scale and bias.
 
         Args:
           x: `[N, *spatial, num_features]`; other leading axes need `reduction_axes`.
@@ -81,6 +81,8 @@ class GroupNorm(nnx.GroupNorm):
           scale, bias: `(C,)`, or `(N, C)` for one a sample; they follow the learned ones (make the
             layer with use_scale=False, use_bias=False to have them alone) and don't change the
             result's dtype.
+          addend: likewise; added to x before all else, in the kernel: a convolution's bias, a time
+            embedding.
 
         Returns:
           y of x's shape; of type `dtype`, or of x and the learned parameters promoted.
@@ -99,7 +101,7 @@ class GroupNorm(nnx.GroupNorm):
             )
         x, *learned = _promoted(self, x)
         layer = layer_of(self, reduced, (x.ndim - 1,), self.num_groups)
-        return apply(layer, x, learned, (scale, bias), mask)
+        return apply(layer, x, learned, (scale, bias), addend, mask)
 
 
 class InstanceNorm(nnx.InstanceNorm):
@@ -125,13 +127,13 @@ class InstanceNorm(nnx.InstanceNorm):
         super().__init__(*args, **kwargs)
         _set_ours(self, activation, implementation)
 
-    def __call__(self, x, mask=None, scale=None, bias=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """activation(layer(x) * scale + bias): see `GroupNorm`.
+    def __call__(self, x, mask=None, scale=None, bias=None, *, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """activation(layer(x + addend) * scale + bias): see `GroupNorm`.
 
         Args:
           x: `[N, ...]` with its channels in `feature_axes`.
           mask: True where mean and variance are taken from; broadcast to x.
-          scale, bias: of the feature axes' shape, or with N before it for one a sample.
+          scale, bias, addend: of the feature axes' shape, or with N before it for one a sample.
 
         Returns:
           y of x's shape; of type `dtype`, or of x and the learned parameters promoted.
@@ -146,7 +148,9 @@ class InstanceNorm(nnx.InstanceNorm):
             return super().__call__(x)  # Flax's own error
         reduced = tuple(axis for axis in range(1, x.ndim) if axis not in features)
         x, *learned = _promoted(self, x)
-        return apply(layer_of(self, reduced, features, None), x, learned, (scale, bias), mask)
+        return apply(
+            layer_of(self, reduced, features, None), x, learned, (scale, bias), addend, mask
+        )
 
 
 def swap_norms(

@@ -38,8 +38,10 @@ LAYOUTS = {
     "batch, space and channels": ("data", "space", "model"),
     "cut groups": (None, None, ("data", "space", "model")),
 }
-PARAMETERS = {"per channel": ("c", "c"), "per sample": ("n", "n"), "none": (None, None)}
-PARAMETERS |= {"mixed": ("n", "c")}
+# scale, bias, addend
+PARAMETERS = {"per channel": ("c", "c", None), "per sample": ("n", "n", None)}
+PARAMETERS |= {"none": (None,) * 3, "mixed": ("n", "c", None)}
+PARAMETERS |= {"addend per channel": (None, None, "c"), "addend per sample": ("c", "c", "n")}
 _COLLECTIVE = re.compile(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(")
 
 
@@ -89,7 +91,7 @@ def run(axis_type, layout, parameters, groups, channel_axis, dtype, *, entered=T
     last = PartitionSpec(batch, space, None, channel)
     tensor_spec = last if channel_axis == -1 else PartitionSpec(batch, channel, space)
     x, dy = tensor(), tensor()
-    scale, bias = (parameter(form) for form in PARAMETERS[parameters])
+    given = [parameter(form) for form in PARAMETERS[parameters]]
 
     def place(value, spec):
         return None if value is None else jax.device_put(value, NamedSharding(mesh, spec))
@@ -100,34 +102,34 @@ def run(axis_type, layout, parameters, groups, channel_axis, dtype, *, entered=T
         axes = (channel,) if value.ndim == 1 else (batch, channel)
         return place(value, PartitionSpec(*axes))
 
-    sharded = (place(x, tensor_spec), place_parameter(scale), place_parameter(bias))
+    sharded = (place(x, tensor_spec), *map(place_parameter, given))
 
-    def norm(x, scale, bias, implementation="ffi"):
+    def norm(x, scale, bias, addend, implementation="ffi"):
         return jax_gn.group_norm(
             x,
             scale,
             bias,
+            addend=addend,
             num_groups=groups,
             channel_axis=channel_axis,
             activation="silu",
             implementation=implementation,
         )
 
-    def gradient(x, scale, bias, dy):
-        return jax.vjp(norm, x, scale, bias)[1](dy)
+    def gradient(*arrays):
+        *arrays, dy = arrays
+        return jax.vjp(norm, *arrays)[1](dy)
 
     kind = axis_type.name.lower() if entered else "of the arrays"
     row = {"case": [layout, parameters, groups, channel_axis, jnp.dtype(dtype).name, kind]}
     if not entered:
-        y = np.asarray(norm(x, scale, bias))
+        y = np.asarray(norm(x, *given))
         eager = (np.asarray(norm(*sharded, implementation=i)) for i in ("ffi", "xla"))
         row["eager"] = max(float(np.abs(result - y).max()) for result in eager)
     enter = axis_type == AxisType.Explicit and entered
     with jax.set_mesh(mesh) if enter else contextlib.nullcontext():
-        row["forward"] = compare(norm, sharded, (x, scale, bias))
-        row["gradient"] = compare(
-            gradient, (*sharded, place(dy, tensor_spec)), (x, scale, bias, dy)
-        )
+        row["forward"] = compare(norm, sharded, (x, *given))
+        row["gradient"] = compare(gradient, (*sharded, place(dy, tensor_spec)), (x, *given, dy))
     return row
 
 

@@ -27,7 +27,7 @@ def _of(shape, dtype="float32"):
 ATTRIBUTES = {"layout": "channels_last", "activation": "none", "family": "auto"}
 SIGNATURES = {
     "forward": (
-        {"x": _of(X), "scale": _of((C,)), "bias": _of((C,))},
+        {"x": _of(X), "scale": _of((C,)), "bias": _of((C,)), "addend": _of((N, C))},
         {
             "y": _of(X),
             "mean": _of((N, G)),
@@ -38,7 +38,7 @@ SIGNATURES = {
     ),
     "backward": (
         {"dy": _of(X), "x": _of(X), "scale": _of((C,)), "bias": _of((C,))}
-        | {"mean": _of((N, G)), "rstd": _of((N, G))},
+        | {"addend": _of((N, C)), "mean": _of((N, G)), "rstd": _of((N, G))},
         {
             "dx": _of(X),
             "dscale": _of((C,)),
@@ -48,14 +48,14 @@ SIGNATURES = {
         ATTRIBUTES,
     ),
     "moments": (
-        {"x": _of(X)},
+        {"x": _of(X), "addend": _of((N, C))},
         {name: _of((N, G)) for name in ("mean", "mean_low", "variance")}
         | {"workspace": _of((WORKSPACE,), "uint8")},
         {"layout": "channels_last", "family": "auto"},
     ),
     "channel_sums": (
         {"dy": _of(X), "x": _of(X), "scale": _of((C,)), "bias": _of((C,))}
-        | {"mean": _of((N, G)), "rstd": _of((N, G))},
+        | {"addend": _of((N, C)), "mean": _of((N, G)), "rstd": _of((N, G))},
         {"dz": _of((N, C)), "dz_xhat": _of((N, C)), "workspace": _of((WORKSPACE,), "uint8")},
         ATTRIBUTES,
     ),
@@ -78,15 +78,19 @@ def _call(target, changes):
     return values, jax.block_until_ready(jax.jit(lambda *a: call(*a, **attributes))(*values))
 
 
+def _rows(addend):
+    return np.asarray(addend)[:, None, None]
+
+
 def test_the_right_call_works():
-    (x, scale, bias), (y, mean, rstd, _) = _call("forward", {})
-    want = numerics.expected(x, scale, bias, num_groups=G)
+    (x, scale, bias, addend), (y, mean, rstd, _) = _call("forward", {})
+    want = numerics.expected(x + _rows(addend), scale, bias, num_groups=G)
     results = {"y": y, "mean": mean, "rstd": rstd}
     numerics.assert_definition(results, want, SPATIAL * C)
     _, (dx, _, dbias, _) = _call("backward", {})
     assert dx.shape == X and np.asarray(dbias).all()
-    (x,), (mean, low, variance, _) = _call("moments", {})
-    truth = numerics.expected(x, num_groups=G)
+    (x, addend), (mean, low, variance, _) = _call("moments", {})
+    truth = numerics.expected(x + _rows(addend), num_groups=G)
     numerics.assert_definition({"mean": mean}, {"mean": truth["mean"]}, SPATIAL * C)
     assert np.asarray(variance).all() and np.abs(low).max() < np.abs(mean).min()
     (dy, *_), (dz, _, _) = _call("channel_sums", {})
@@ -124,6 +128,11 @@ WRONG = [
     ("forward", {"layout": "NHWC"}, ["layout is 'NHWC'", "'channels_last' 'channels_first'"]),
     ("forward", {"activation": "elu"}, ["activation is 'elu'", "'silu'", "'leaky_relu'"]),
     ("forward", {"family": "fast"}, ["family is 'fast'", "'three_stage'"]),
+    ("forward", {"addend": _of((11,))}, ["addend must be [0], [12] or [2, 12]", "[11]"]),
+    ("forward", {"addend": _of((N, G))}, ["addend must be [0], [12] or [2, 12]", "[2, 3]"]),
+    ("backward", {"addend": _of((C,), "int32")}, ["addend must be float32, float16"]),
+    ("moments", {"addend": _of(X)}, ["addend must be [0], [12] or [2, 12]", "[2, 3, 5, 12]"]),
+    ("channel_sums", {"addend": _of((C, N))}, ["addend must be [0], [12] or [2, 12]", "[12, 2]"]),
     # channels_first: 3 channels, which scale does not fit
     ("forward", {"layout": "channels_first"}, ["scale must be [0], [3] or [2, 3]", "[12]"]),
     ("backward", {"dy": _of((N, 5, 3, C))}, ["dy must have x's shape [2, 3, 5, 12]"]),
@@ -209,7 +218,8 @@ def test_missing_or_mistyped_attributes(target, changes):
 
 
 def test_an_absent_parameter_is_a_buffer_of_shape_0():
-    (x, _, _), (y, *_) = _call("forward", {"scale": _of((0,)), "bias": _of((0,), "bfloat16")})
+    absent = {"scale": _of((0,)), "bias": _of((0,), "bfloat16"), "addend": _of((0,))}
+    (x, *_), (y, *_) = _call("forward", absent)
     numerics.assert_definition(
         {"y": y}, {"y": numerics.expected(x, num_groups=G)["y"]}, SPATIAL * C
     )

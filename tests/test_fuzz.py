@@ -82,10 +82,10 @@ def arrays(draw, likely: tuple[int, ...] | None = None):
 
 @st.composite
 def any_arguments(draw) -> tuple:
-    """(x, scale, bias, options) of which most are wrong somewhere, and some nowhere."""
+    """(x, scale, bias, addend, options) of which most are wrong somewhere, and some nowhere."""
     channels = draw(st.sampled_from([4, 6, 12]))
     x = draw(arrays((2, 3, channels)))
-    parameters = [draw(st.one_of(st.none(), arrays((channels,)))) for _ in range(2)]
+    parameters = [draw(st.one_of(st.none(), arrays((channels,)))) for _ in range(3)]
     options = {
         "num_groups": draw(st.one_of(st.just(2), st.integers(-2, 13), STRANGE)),
         "channel_axis": draw(st.one_of(st.just(-1), st.integers(-10, 10), STRANGE)),
@@ -105,8 +105,8 @@ def test_any_call_is_traced_or_refused(arguments):
 
     def norm(*given):
         given = iter(given)
-        x, scale, bias = (None if value is None else next(given) for value in operands)
-        return jax_gn.group_norm(x, scale, bias, **options)
+        x, scale, bias, addend = (None if value is None else next(given) for value in operands)
+        return jax_gn.group_norm(x, scale, bias, addend=addend, **options)
 
     try:
         with jax.enable_x64(True):
@@ -133,24 +133,27 @@ WORKSPACE = ((1 << 16,), "uint8")
 NAMES = {"layout": "channels_last", "activation": "silu", "family": "auto"}
 SIGNATURES = {
     "forward": (
-        {"x": (X, "float32"), "scale": ((C,), "float32"), "bias": ((N, C), "bfloat16")},
+        {"x": (X, "float32"), "scale": ((C,), "float32"), "bias": ((N, C), "bfloat16")}
+        | {"addend": ((0,), "float32")},
         {"y": (X, "float32"), "mean": ((N, G), "float32"), "rstd": ((N, G), "float32")},
         NAMES | {"epsilon": np.float64(1e-6)},
     ),
     "backward": (
         {"dy": (X, "float32"), "x": (X, "float32"), "scale": ((C,), "float32")}
-        | {"bias": ((N, C), "bfloat16"), "mean": ((N, G), "float32"), "rstd": ((N, G), "float32")},
+        | {"bias": ((N, C), "bfloat16"), "addend": ((N, C), "bfloat16")}
+        | {"mean": ((N, G), "float32"), "rstd": ((N, G), "float32")},
         {"dx": (X, "float32"), "dscale": ((C,), "float32"), "dbias": ((N, C), "bfloat16")},
         NAMES,
     ),
     "moments": (
-        {"x": (X, "float32")},
+        {"x": (X, "float32"), "addend": ((N, C), "float32")},
         dict.fromkeys(("mean", "mean_low", "variance"), ((N, G), "float32")),
         {"layout": "channels_last", "family": "auto"},
     ),
     "channel_sums": (
         {"dy": (X, "float32"), "x": (X, "float32"), "scale": ((C,), "float32")}
-        | {"bias": ((N, C), "bfloat16"), "mean": ((N, G), "float32"), "rstd": ((N, G), "float32")},
+        | {"bias": ((N, C), "bfloat16"), "addend": ((N, C), "bfloat16")}
+        | {"mean": ((N, G), "float32"), "rstd": ((N, G), "float32")},
         {"dz": ((N, C), "float32"), "dz_xhat": ((N, C), "float32")},
         NAMES,
     ),
@@ -172,7 +175,7 @@ def calls_of_handlers(draw):
         for name, (shape, _) in part.items():
             if name in ("x", "y", "dy", "dx"):
                 part[name] = (shape, dtype)
-            elif name not in ("scale", "bias", "dscale", "dbias", "workspace"):
+            elif name not in ("scale", "bias", "addend", "dscale", "dbias", "workspace"):
                 part[name] = (shape, wide)
     wild = False
     for _ in range(draw(st.integers(0, 4))):
@@ -248,7 +251,8 @@ def test_the_harness_reaches_the_kernels():
     """A right call is taken and computes what the public function does."""
     rng = np.random.default_rng(0)
     x, scale = rng.standard_normal(X).astype("float32"), rng.standard_normal(C).astype("float32")
-    operands = [Buffer(X, "float32"), Buffer((C,), "float32"), Buffer((0,), "float32")]
+    operands = [Buffer(X, "float32"), Buffer((C,), "float32")]
+    operands += [Buffer((0,), "float32"), Buffer((0,), "float32")]
     operands[0].bytes[:] = x.view(np.uint8).ravel()
     operands[1].bytes[:] = scale.view(np.uint8)
     results = [Buffer(*value) for value in SIGNATURES["forward"][1].values()]

@@ -46,14 +46,14 @@ def _sums(case, family):
     def run(x, scale, bias, dy):
         if family == "xla":
             moments = _reference.local_moments(problem, x)
-            sums = _reference.local_channel_sums(problem, dy, x, scale, bias, mean, rstd)
+            sums = _reference.local_channel_sums(problem, dy, x, scale, bias, None, mean, rstd)
         else:
             moments_plan, sums_plan = (
                 _plan.make_plan(kind, problem, preference=family)
                 for kind in (_plan.MomentsPlan, _plan.ChannelSumsPlan)
             )
             moments = moments_plan.call(x)
-            sums = sums_plan.call(dy, x, scale, bias, mean, rstd)
+            sums = sums_plan.call(dy, x, scale, bias, None, mean, rstd)
         return *moments, *sums
 
     compiled = calls.compiled(run, x, scale, bias, dy)
@@ -133,7 +133,7 @@ def test_empty_problems_write_zeros(shape, dtype):
             mean = jnp.ones((shape[0], 2), accumulator)
             moments = _plan.make_plan(_plan.MomentsPlan, problem)
             sums = _plan.make_plan(_plan.ChannelSumsPlan, problem)
-            results = (*moments.call(x), *sums.call(x, x, None, None, mean, mean))
+            results = (*moments.call(x), *sums.call(x, x, None, None, None, mean, mean))
             shapes = [(shape[0], 2)] * 3 + [(shape[0], 8)] * 2
             assert [r.shape for r in results] == shapes
             assert all(r.dtype == accumulator and not np.asarray(r).any() for r in results)
