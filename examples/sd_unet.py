@@ -9,7 +9,8 @@ embedding added before each second norm; no attention. The norm and silu of a bl
     flax      flax.nnx.GroupNorm, then silu
     unfused   jax_gn.nnx.GroupNorm, then silu
     fused     jax_gn.nnx.GroupNorm(activation="silu")
-    added     the same, which adds the time embedding itself: norm(h, addend=time)
+    added     the same, which adds the time embedding and the convolution's bias itself:
+              norm(h, addend=time + bias)
     none      silu alone: what remains of the step is not the norm's
 
 All in one run: each step is compiled, then they take turns, some steps each as a training loop runs
@@ -66,10 +67,12 @@ class ResBlock(nnx.Module):
         self, inputs: int, outputs: int, context: int, norm, adds: bool, *, dtype, rngs: nnx.Rngs
     ):
         options = {"dtype": dtype, "rngs": rngs}
-        self.adds = adds
         self.norm1 = norm(inputs, **options)
-        # The bias of `time` is added to the same channels.
         self.conv1 = nnx.Conv(inputs, outputs, (3, 3), use_bias=not adds, **options)
+        # The convolution's bias, where the norm adds it, too.
+        self.bias = nnx.data(None)
+        if adds:
+            self.bias = nnx.Param(nnx.initializers.zeros(rngs.params(), (outputs,)))
         self.time = nnx.Linear(context, outputs, **options)
         self.norm2 = norm(outputs, **options)
         self.conv2 = nnx.Conv(outputs, outputs, (3, 3), **options)
@@ -79,7 +82,10 @@ class ResBlock(nnx.Module):
 
     def __call__(self, x, context):
         h, time = self.conv1(self.norm1(x)), self.time(context)
-        h = self.norm2(h, addend=time) if self.adds else self.norm2(h + time[:, None, None])
+        if self.bias is None:
+            h = self.norm2(h + time[:, None, None])
+        else:
+            h = self.norm2(h, addend=time + self.bias)
         h = self.conv2(h)
         return h + (x if self.skip is None else self.skip(x))
 

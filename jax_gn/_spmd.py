@@ -203,7 +203,7 @@ def _fold_parameters(call: Call, folded: Call, size: int, batched, *values):
 
     def fold(value, name: str, is_mapped: bool):
         old, new = (getattr(c.problem, name) for c in (call, folded))
-        if old is None or not new.per_sample:
+        if value is None or not new.per_sample:
             return value
         if old.per_sample:
             return _fold(size, is_mapped, value)

@@ -50,7 +50,7 @@ class GroupNorm(linen.GroupNorm):
     implementation: str | Sequence[str] | None = None
 
     @linen.compact
-    def __call__(self, x, mask=None, scale=None, bias=None, *, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(self, x, mask=None, scale=None, bias=None, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """activation(layer(x + addend) * scale + bias), `layer` with its learned scale and bias.
 
         Args:
@@ -115,7 +115,7 @@ class InstanceNorm(linen.InstanceNorm):
     implementation: str | Sequence[str] | None = None
 
     @linen.compact
-    def __call__(self, x, mask=None, scale=None, bias=None, *, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(self, x, mask=None, scale=None, bias=None, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """activation(layer(x + addend) * scale + bias): see `GroupNorm`.
 
         Args:

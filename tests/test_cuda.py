@@ -220,6 +220,7 @@ def test_a_workspace_that_is_too_small_names_both_sizes():
                     x,
                     scale,
                     bias,
+                    jnp.zeros(0),
                     layout="channels_last",
                     activation="none",
                     family="auto",

@@ -17,7 +17,7 @@ ENTRY %main (x: f32[2,8,4]) -> f32[2,8,4] {
   %x = f32[2,8,4]{2,1,0} parameter(0)
   %t = f32[2,4,8]{2,1,0} transpose(%x), dimensions={0,2,1}
   %b = f32[2,4,8]{2,1,0} bitcast(%t)
-  %call = (f32[2,4,8]{2,1,0}, f32[2,2]{1,0}) custom-call(%b), custom_call_target="jax_gn.forward.v1"
+  %call = (f32[2,4,8]{2,1,0}, f32[2,2]{1,0}) custom-call(%b), custom_call_target="jax_gn.forward.v2"
   %y = f32[2,4,8]{2,1,0} get-tuple-element(%call), index=0
   %a = f32[2,4,8]{2,1,0} add(%y, %b)
   ROOT %c = f32[2,4,8]{1,2,0} copy(%y)
@@ -39,12 +39,13 @@ def test_sd_unet(tmp_path):
     out = tmp_path / "out.json"
     printed = run("sd_unet.py", *size, *what, "--out", out, folder=tmp_path)
     results = json.loads(out.read_text())["results"]["float32"]
-    assert list(results) == ["flax", "unfused", "fused", "none"]
+    assert list(results) == ["flax", "unfused", "fused", "added", "none"]
     norms = 2 * (2 + 2 + 4) + 1
     calls = {name: row["kernel_calls"] for name, row in results.items()}
-    assert calls == {"flax": 0, "unfused": 2 * norms, "fused": 2 * norms, "none": 0}
+    ours = ("unfused", "fused", "added")
+    assert calls == {"flax": 0, "none": 0} | dict.fromkeys(ours, 2 * norms)
     losses = {name: np.float32(row["losses"]) for name, row in results.items()}
-    for name in ("unfused", "fused"):
+    for name in ours:
         numerics.assert_agree(losses[name], losses["flax"], length=2 * 8 * 8 * 4)
     assert losses["none"][0] != losses["flax"][0]
     assert "norms' part" in printed

@@ -288,9 +288,14 @@ def test_resident_kernels_of_channels_first(spatial, channels, groups, kind, op)
     shape = (4, spatial, channels)
     answer = _resident(op, "bfloat16", "channels_first", shape, groups, jax_gn.DeviceLimits())
     assert answer["kernels"][0] == f"resident_{kind}_{op}"
+    # Packs know no channel when they sum x up.
+    answer = _resident(
+        op, "bfloat16", "channels_first", shape, groups, jax_gn.DeviceLimits(), "per_sample"
+    )
+    assert answer["kernels"][0] == f"resident_run_{op}"
 
 
-def _resident(op, dtype, layout, shape, groups, device):
+def _resident(op, dtype, layout, shape, groups, device, addend="absent"):
     n, *spatial, channels = shape
     return _ffi.planner().plan(
         op=op,
@@ -299,8 +304,10 @@ def _resident(op, dtype, layout, shape, groups, device):
         activation="silu",
         scale="per_channel",
         bias="per_channel",
+        addend=addend,
         scale_dtype=dtype,
         bias_dtype=dtype,
+        addend_dtype=dtype,
         n=n,
         spatial=math.prod(spatial),
         channels=channels,

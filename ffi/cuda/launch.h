@@ -80,6 +80,7 @@ struct BackwardInputs {
   const Accumulator<E>* rstd;  // [N, G]
   Parameter scale, bias, addend;
   Activation activation;
+  bool lone;  // a group is one element
 
   BackwardInputs(const Problem& problem, const BackwardArgs& args)
       : dy(static_cast<const E*>(args.dy)),
@@ -89,7 +90,14 @@ struct BackwardInputs {
         scale(ScaleOf(problem, args)),
         bias(BiasOf(problem, args)),
         addend(AddendOf(problem, args)),
-        activation(problem.activation) {}
+        activation(problem.activation),
+        lone(problem.group_elements() == 1 && !problem.sums_only) {}
+
+  // An element that is its own mean has dx = 0: rstd = 0 says so exactly, where x and mean - addend
+  // would only cancel up to rounding.
+  __device__ __forceinline__ Accumulator<E> Rstd(int64_t group) const {
+    return lone ? Accumulator<E>(0) : rstd[group];
+  }
 };
 
 }  // namespace jax_gn::cuda

@@ -22,7 +22,7 @@ struct RowCoefficients {
     in.addend.Load(n, thread.channel, thread.channels, T(0), added);
     ForGroups<kSize>(cut, thread.channel, thread.channels, [&](int i, int64_t group) {
       mean[i] = in.mean[n * cut.groups + group] - added[i];
-      rstd[i] = in.rstd[n * cut.groups + group];
+      rstd[i] = in.Rstd(n * cut.groups + group);
     });
   }
 

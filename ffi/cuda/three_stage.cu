@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads)
   const Group group(sizes);
   Pair<double> sum = {0, 0};
   group.ForElements([&](int64_t at, int64_t channel) {
-    const Gradient<E> g(in, at, group.n, channel, in.mean[group.index], in.rstd[group.index]);
+    const Gradient<E> g(in, at, group.n, channel, in.mean[group.index], in.Rstd(group.index));
     sum.first += static_cast<double>(g.scale) * g.dz;
     sum.second += static_cast<double>(g.scale) * g.dz * g.xhat;
   });
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
                         E* dx) {
   using T = Accumulator<E>;
   const Group group(sizes);
-  const T rstd = in.rstd[group.index];
+  const T rstd = in.Rstd(group.index);
   const Pair<T> mean = means[group.index];
   group.ForElements([&](int64_t at, int64_t channel) {
     const Gradient<E> g(in, at, group.n, channel, in.mean[group.index], rstd);
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t at = sizes.last ? (n * sizes.spatial + walk.column) * sizes.channels + channel
                                     : (n * sizes.channels + channel) * sizes.spatial + walk.column;
       const int64_t statistic = n * sizes.groups + group;
-      const Gradient<E> g(in, at, n, channel, in.mean[statistic], in.rstd[statistic]);
+      const Gradient<E> g(in, at, n, channel, in.mean[statistic], in.Rstd(statistic));
       sum.first += g.dz;
       sum.second += static_cast<double>(g.dz) * g.xhat;
     }
