@@ -80,32 +80,33 @@ __global__ void __launch_bounds__(kRunThreads, 2)
     }
     parts.StartIssuing();
     WithActivation(in.activation, [&](auto tag) {
-      ForSegments<kSize>(
-          cut, place, now.phase, first_segment, [&](const Segment<kSize>& segment, int first_slot) {
-            Normaliser normalise(numbers, OfChannel(now, segment, in.scale, 1.0f),
-                                 OfChannel(now, segment, in.bias, 0.0f));
-            normalise.Add(OfChannel(now, segment, in.addend, 0.0f));
-            E* const to = y + now.origin + segment.offset;
-            const E* const from = in.x + run.origin + segment.offset;
-            const auto apply = [&](int step) {
-              Pack<E>* const slot = slots + (first_slot + step) * cut.threads;
-              float z[kSize];
-              ToNumbers(*slot, z);
-              if (more) CopyAsync(SharedAddress(slot), from + step * segment.stride);
+      ForSegments<kSize>(cut, place, now.phase, first_segment,
+                         [&](const Segment<kSize>& segment, int first_slot) {
+                           Normaliser normalise(numbers, OfChannel(now, segment, in.scale, 1.0f),
+                                                OfChannel(now, segment, in.bias, 0.0f));
+                           normalise.Add(OfChannel(now, segment, in.addend, 0.0f));
+                           E* const to = y + now.origin + segment.offset;
+                           const E* const from = in.x + run.origin + segment.offset;
+                           const auto apply = [&](int step) {
+                             Pack<E>* const slot = slots + (first_slot + step) * cut.threads;
+                             float z[kSize];
+                             ToNumbers(*slot, z);
+                             if (more) CopyAsync(SharedAddress(slot), from + step * segment.stride);
 #pragma unroll
-              for (int i = 0; i < kSize; ++i) z[i] = Activate<tag()>(normalise(z[i]));
-              return ToPack<E>(z);
-            };
-            segment.ForParts([&](int step, int begin, int end) {
-              StorePart(to + step * segment.stride, apply(step), begin, end);
-            });
-            segment.ForWhole([&](int) { return segment.count; },
-                             [&](int step) {
-                               StorePack(to + step * segment.stride, apply(step));
-                               parts.Issued(first_slot + step);
-                             });
-            parts.IssuedUpTo(first_slot + cut.item_steps);
-          });
+                             for (int i = 0; i < kSize; ++i)
+                               z[i] = Activate<tag()>(normalise(z[i]));
+                             return ToPack<E>(z);
+                           };
+                           segment.ForParts([&](int step, int begin, int end) {
+                             StorePart(to + step * segment.stride, apply(step), begin, end);
+                           });
+                           segment.ForWhole([&](int) { return segment.count; },
+                                            [&](int step) {
+                                              StorePack(to + step * segment.stride, apply(step));
+                                              parts.Issued(first_slot + step);
+                                            });
+                           parts.IssuedUpTo(first_slot + cut.item_steps);
+                         });
     });
     parts.AllIssued();
   }
