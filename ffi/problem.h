@@ -67,6 +67,7 @@ struct Problem {
   int64_t channels = 0;
   int64_t groups = 0;
 
+  bool has_addend() const { return addend != Param::kAbsent; }
   int64_t group_size() const { return channels / groups; }
   // Elements that share one mean: M of the formulas.
   int64_t group_elements() const { return spatial * group_size(); }

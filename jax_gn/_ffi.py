@@ -131,30 +131,19 @@ def forward(
     results = (_like(x), statistic, statistic, _workspace(x, workspace_bytes))
     call = jax.ffi.ffi_call(TARGETS["forward"], results)
     y, mean, rstd, _ = call(
-        x,
-        _or_empty(scale),
-        _or_empty(bias),
-        _or_empty(addend),
+        *map(_or_empty, (x, scale, bias, addend)),
         epsilon=np.float64(epsilon),
         **_attributes(problem, family),
     )
     return y, mean, rstd
 
 
-def backward(
-    problem: Problem,
-    dy,
-    x,
-    scale,
-    bias,
-    addend,
-    mean,
-    rstd,
-    *,
-    family: str,
-    workspace_bytes: int,
-):
-    """(dx, dscale, dbias), None where absent, by the registered target."""
+def backward(problem: Problem, *arrays, family: str, workspace_bytes: int):
+    """(dx, dscale, dbias), None where absent, by the registered target.
+
+    The arrays are those of `BackwardPlan.call`, in its order: x is the second.
+    """
+    x = arrays[1]
     gradients = [
         _like(x, (0,), "float32")
         if parameter is None
@@ -164,8 +153,7 @@ def backward(
     call = jax.ffi.ffi_call(
         TARGETS["backward"], (_like(x), *gradients, _workspace(x, workspace_bytes))
     )
-    parameters = map(_or_empty, (scale, bias, addend))
-    dx, dscale, dbias, _ = call(dy, x, *parameters, mean, rstd, **_attributes(problem, family))
+    dx, dscale, dbias, _ = call(*map(_or_empty, arrays), **_attributes(problem, family))
     return (
         dx,
         None if problem.scale is None else dscale,
@@ -181,24 +169,12 @@ def moments(problem: Problem, x, addend, *, family: str, workspace_bytes: int):
     return tuple(call(x, _or_empty(addend), layout=problem.layout, family=family)[:3])
 
 
-def channel_sums(
-    problem: Problem,
-    dy,
-    x,
-    scale,
-    bias,
-    addend,
-    mean,
-    rstd,
-    *,
-    family: str,
-    workspace_bytes: int,
-):
-    """The sums of dz and of dz * xhat, each [N, C], by the registered target."""
+def channel_sums(problem: Problem, *arrays, family: str, workspace_bytes: int):
+    """The sums of dz and of dz * xhat, each [N, C], by that target; arrays as backward's."""
+    x = arrays[1]
     sums = _like(x, (problem.n, problem.channels), problem.accumulator)
     call = jax.ffi.ffi_call(TARGETS["channel_sums"], (sums, sums, _workspace(x, workspace_bytes)))
-    parameters = map(_or_empty, (scale, bias, addend))
-    dz, dz_xhat, _ = call(dy, x, *parameters, mean, rstd, **_attributes(problem, family))
+    dz, dz_xhat, _ = call(*map(_or_empty, arrays), **_attributes(problem, family))
     return dz, dz_xhat
 
 
@@ -210,9 +186,9 @@ def _attributes(problem: Problem, family: str) -> dict[str, str]:
     }
 
 
-def _or_empty(parameter):
+def _or_empty(array):
     """An absent parameter crosses the border as a buffer of shape [0]."""
-    return jnp.zeros((0,), "float32") if parameter is None else parameter
+    return jnp.zeros((0,), "float32") if array is None else array
 
 
 def _like(x, shape: tuple[int, ...] | None = None, dtype: str | None = None):

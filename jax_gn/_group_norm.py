@@ -76,9 +76,9 @@ def group_norm(
         no scale.
       bias: likewise; its shape and type may differ from scale's.
       num_groups: the number of groups G, a divisor of C.
-      addend: likewise; what a model adds to x right before (the bias of a convolution without one,
-        a time embedding): the kernels add it as they read x, which saves a pass over x. None:
-        nothing. Its gradient is that of x, summed over the axes that it doesn't have.
+      addend: `(C,)` or `(N, C)`, as scale; what a model adds to x right before (the bias of a
+        convolution without one, a time embedding): the kernels add it as they read x, which saves a
+        pass over x. Its gradient is that of x, summed over the axes that it doesn't have.
       epsilon: added to the variance; a finite Python number >= 0.
       channel_axis: -1 (or rank - 1), or 1.
       activation: None, "silu" ("swish"), "relu", "gelu" (tanh form), "leaky_relu" (slope 0.01).

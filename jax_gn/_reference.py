@@ -172,14 +172,10 @@ def _merged(high, low, var, across: Across):
 
 def _with_addend(problem: Problem, x, addend):
     """x + addend, of x's shape, in the accumulator type."""
-    (x,) = _wide(problem, x)
     if addend is None:
-        return x
-    sizes = [1] * len(problem.shape)
-    sizes[problem.channel_axis] = problem.channels
-    if addend.ndim == 2:
-        sizes[0] = problem.n
-    return x + addend.astype(problem.accumulator).reshape(sizes)
+        return x.astype(problem.accumulator)
+    total = _groups_view(problem, x) + _parameter_view(problem, addend)
+    return total.reshape(problem.shape)
 
 
 def _wide(problem: Problem, *arrays):

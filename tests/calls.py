@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_gn
-from jax_gn._ffi import TARGETS
+from jax_gn._ffi import TARGETS, planner
 
 from problems import Case
 
@@ -94,3 +94,20 @@ def value_and_gradients(case: Case, source: str) -> dict[str, np.ndarray]:
         assert kernels(call.as_text()) == ([FORWARD, BACKWARD] if source == "ffi" else [])
         results = zip(("y", "dx", "dscale", "dbias"), call(*arrays), strict=True)
         return {name: np.asarray(value) for name, value in results if value is not None}
+
+
+def families() -> list[str]:
+    return [name for name in planner().families if name != "auto"]
+
+
+def plans(make, **arguments) -> list:
+    """The plan of every family that serves the problem."""
+    plans = []
+    for family in families():
+        try:
+            plans.append(make(**arguments, preference=family))
+        except NotImplementedError as refusal:
+            assert family in str(refusal) or "too large for one launch" in str(refusal)
+            continue
+        assert plans[-1].family == family
+    return plans

@@ -47,23 +47,6 @@ def op(request):
     return request.param
 
 
-def _families():
-    return [name for name in _ffi.planner().families if name != "auto"]
-
-
-def _plans(make, **arguments):
-    """The plan of every family that serves the problem."""
-    plans = []
-    for family in _families():
-        try:
-            plans.append(make(**arguments, preference=family))
-        except NotImplementedError as refusal:
-            assert family in str(refusal) or "too large for one launch" in str(refusal)
-            continue
-        assert plans[-1].family == family
-    return plans
-
-
 def test_fields(platform, op):
     plan = MAKERS[op](
         (2, 8, 8, 64),
@@ -75,7 +58,7 @@ def test_fields(platform, op):
     )
     assert (plan.op, plan.dtype, plan.layout) == (op, "bfloat16", "channels_last")
     assert (plan.accumulator, plan.math_dtype) == ("float32", "float32")
-    assert plan.platform == platform and plan.family in _families()
+    assert plan.platform == platform and plan.family in calls.families()
     assert plan.bit_stable and plan.deterministic
     assert plan.bytes_compulsory == {"forward": 2, "backward": 3}[op] * 2 * 8 * 8 * 64 * 2
     assert plan.bytes_moved >= plan.bytes_compulsory
@@ -146,7 +129,7 @@ def test_three_stage_workspace(platform, dtype, layout):
 def test_cuda_plans_of_any_device(case, layout, op):
     """Workspace is the problem's: the tracing machine need not be the running one."""
     case = dataclasses.replace(case, layout=layout)
-    for preference in (None, *_families()):
+    for preference in (None, *calls.families()):
         try:
             plans = [
                 MAKERS[op](**case.plan_arguments, platform="cuda", device=d, preference=preference)
@@ -349,7 +332,7 @@ def test_as_many_elements_as_there_may_be(platform, op, dtype, channel_axis, axe
     """No count wraps around: none is negative, or less than what it contains. A GPU may refuse."""
     channels = axes[channel_axis]
     for per_sample, groups in itertools.product((False, True), {1, channels}):
-        plans = _plans(
+        plans = calls.plans(
             MAKERS[op],
             shape=axes,
             dtype=dtype,
@@ -409,13 +392,13 @@ def test_refused(op, changes, error, text):
 def test_unserved_preference_is_not_implemented():
     """A family of another platform: a valid problem that it can't serve."""
     served = {
-        name: {p.family for p in _plans(jax_gn.plan_forward, **_ARGUMENTS, platform=name)}
+        name: {p.family for p in calls.plans(jax_gn.plan_forward, **_ARGUMENTS, platform=name)}
         for name in ("cpu", "cuda")
     }
     assert "three_stage" in served["cpu"] & served["cuda"]
-    assert served["cpu"] | served["cuda"] == set(_families())
+    assert served["cpu"] | served["cuda"] == set(calls.families())
     for name, families in served.items():
-        for family in set(_families()) - families:
+        for family in set(calls.families()) - families:
             with pytest.raises(NotImplementedError, match=family):
                 jax_gn.plan_forward(**_ARGUMENTS, platform=name, preference=family)
 
@@ -444,8 +427,8 @@ def test_every_family_gives_the_right_numbers(name, layout):
     names = ("y", "mean", "rstd", "dx", "dscale", "dbias")
     reference = dict(zip(names, definition(x, scale, bias, dy), strict=True))
     numerics.assert_definition(reference, case.expected, case.longest_sum)
-    forwards = _plans(jax_gn.plan_forward, **case.plan_arguments, platform=HERE)
-    backwards = _plans(jax_gn.plan_backward, **case.plan_arguments, platform=HERE)
+    forwards = calls.plans(jax_gn.plan_forward, **case.plan_arguments, platform=HERE)
+    backwards = calls.plans(jax_gn.plan_backward, **case.plan_arguments, platform=HERE)
     assert len(forwards) >= 2 and len(backwards) >= 2
     for forward, backward in itertools.zip_longest(forwards, backwards, fillvalue=forwards[0]):
         y, mean, rstd = forward.run(x, scale, bias, epsilon=case.epsilon)

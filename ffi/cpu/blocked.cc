@@ -60,7 +60,8 @@ class Forward : private Pass<ForwardArgs> {
     const Scratch scratch = scratch_[worker];
     const Block block = cut_.WholeTile(n, tile_index);
     const Tile tile = cut_.TileOf(block);
-    BlockMoments(problem_, args_, loops_, cut_, block, scratch, scratch.moments);
+    ReloadParameters(problem_, args_, loops_, block, is_first, scratch);
+    loops_.moments(In(args_.x, block), problem_.has_addend(), tile, scratch, scratch.moments);
     if (problem_.sums_only) {
       StoreMoments(problem_, args_, FirstGroup(block), tile.groups(), scratch.moments);
       return;
@@ -69,7 +70,6 @@ class Forward : private Pass<ForwardArgs> {
       scratch.affine[g] = AffineOf(scratch.moments[g], problem_.group_elements(), args_.epsilon);
     }
     StoreAffine(problem_, args_, FirstGroup(block), tile.groups(), scratch.affine);
-    ReloadParameters(problem_, args_, loops_, block, is_first, scratch);
     loops_.coefficients(tile, scratch.affine, scratch);
     loops_.apply(In(args_.x, block), In(args_.y, block), tile, scratch);
   }
@@ -78,7 +78,7 @@ class Forward : private Pass<ForwardArgs> {
     const Block block = cut_.Piece(n, tile_index, i);
     const Tile tile = cut_.TileOf(block);
     Moments* out = Partials(cut_.WholeTile(n, tile_index)) + i * tile.groups();
-    BlockMoments(problem_, args_, loops_, cut_, block, scratch_[worker], out);
+    PieceMoments(problem_, args_, loops_, cut_, block, scratch_[worker], out);
   }
 
   void Merge(int64_t n, int64_t tile_index, const Scratch& scratch) {

@@ -89,7 +89,15 @@ inline int64_t FirstOf(const Problem& problem, Param param, const Block& block) 
   return block.channel + (param == Param::kPerSample ? block.n * problem.channels : 0);
 }
 
-// scratch.scale, bias and addend of a block. Args: ForwardArgs or BackwardArgs.
+// scratch.addend of a block. Args: ForwardArgs or BackwardArgs.
+template <typename Args>
+void LoadAddend(const Problem& problem, const Args& args, const Loops& loops, const Block& block,
+                const Scratch& scratch) {
+  loops.load_parameter(problem.addend_dtype, args.addend, FirstOf(problem, problem.addend, block),
+                       block.channels, 0.0, scratch.addend);
+}
+
+// scratch.scale, bias and addend of a block.
 template <typename Args>
 void LoadParameters(const Problem& problem, const Args& args, const Loops& loops,
                     const Block& block, const Scratch& scratch) {
@@ -97,19 +105,7 @@ void LoadParameters(const Problem& problem, const Args& args, const Loops& loops
                        block.channels, 1.0, scratch.scale);
   loops.load_parameter(problem.bias_dtype, args.bias, FirstOf(problem, problem.bias, block),
                        block.channels, 0.0, scratch.bias);
-  loops.load_parameter(problem.addend_dtype, args.addend, FirstOf(problem, problem.addend, block),
-                       block.channels, 0.0, scratch.addend);
-}
-
-// out[groups] of a block, of x + addend. The block's scratch.addend is left there.
-inline void BlockMoments(const Problem& problem, const ForwardArgs& args, const Loops& loops,
-                         const Cut& cut, const Block& block, const Scratch& scratch, Moments* out) {
-  const bool add = problem.addend != Param::kAbsent;
-  if (add) {
-    loops.load_parameter(problem.addend_dtype, args.addend, FirstOf(problem, problem.addend, block),
-                         block.channels, 0.0, scratch.addend);
-  }
-  loops.moments(At(args.x, problem.dtype, cut.Offset(block)), add, cut.TileOf(block), scratch, out);
+  LoadAddend(problem, args, loops, block, scratch);
 }
 
 // The same, where the scratch may hold them from the sample before.
@@ -121,6 +117,14 @@ void ReloadParameters(const Problem& problem, const Args& args, const Loops& loo
       per_sample(problem.addend)) {
     LoadParameters(problem, args, loops, block, scratch);
   }
+}
+
+// out[groups] of a part of a tile, of x + addend.
+inline void PieceMoments(const Problem& problem, const ForwardArgs& args, const Loops& loops,
+                         const Cut& cut, const Block& piece, const Scratch& scratch, Moments* out) {
+  if (problem.has_addend()) LoadAddend(problem, args, loops, piece, scratch);
+  loops.moments(At(args.x, problem.dtype, cut.Offset(piece)), problem.has_addend(),
+                cut.TileOf(piece), scratch, out);
 }
 
 inline Affine AffineOf(const Moments& moments, int64_t elements, double epsilon) {

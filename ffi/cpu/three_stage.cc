@@ -146,8 +146,7 @@ Status ThreeStageForward(const Problem& problem, const Plan& plan, const Forward
       return At(base, problem.dtype, cut.Offset(block));
     };
     for (int64_t i = 0; i < plan.blocks; ++i) {
-      const Block block = piece(i);
-      BlockMoments(problem, args, loops, cut, block, scratch, scratch.moments + i);
+      PieceMoments(problem, args, loops, cut, piece(i), scratch, scratch.moments + i);
     }
     Moments moments;
     MergeMoments(

@@ -127,8 +127,8 @@ inline RowCut CutRowsIn(const Problem& problem, int64_t pack) {
   cut.lanes = std::min(32, PowerOfTwoBelow(kThreads / (cut.batch * cut.tile_groups)));
   const int64_t group_packs = cut.group_size / pack;
   // features.cu does all of a pass at once; it knows no addend, of which there are as many as x.
-  const bool warp_groups = !problem.sums_only && problem.spatial == 1 &&
-                           problem.addend == Param::kAbsent && cut.group_size % pack == 0 &&
+  const bool warp_groups = !problem.sums_only && problem.spatial == 1 && !problem.has_addend() &&
+                           cut.group_size % pack == 0 &&
                            group_packs == PowerOfTwoBelow(group_packs) && group_packs <= 32 &&
                            cut.tile_packs % group_packs == 0;
   cut.warp_lanes = warp_groups ? static_cast<int>(group_packs) : 0;
@@ -177,9 +177,8 @@ inline RunCut CutRuns(const Problem& problem, int64_t runs) {
 // Whether the statistics are taken over runs: with one position a group is a run in both layouts,
 // but not one channel after the other, if each has its own addend.
 inline bool GroupsAreRuns(const Problem& problem) {
-  const bool whole = problem.spatial == 1 && problem.addend == Param::kAbsent;
-  const bool channel_by_channel = problem.spatial != 1 && problem.layout == Layout::kChannelsFirst;
-  return problem.op == Op::kForward && (whole || channel_by_channel);
+  if (problem.op != Op::kForward) return false;
+  return problem.spatial == 1 ? !problem.has_addend() : problem.layout == Layout::kChannelsFirst;
 }
 
 inline bool HasPerSample(const Problem& problem) {

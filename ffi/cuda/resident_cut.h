@@ -169,7 +169,7 @@ inline ResidentCut CutPacks(const Problem& problem, int threads, int team) {
   const int64_t pack = ResidentPack(problem), elements = problem.group_elements();
   ResidentCut cut = ResidentBase(problem, team);
   if (elements % pack != 0 || problem.spatial < pack) return {};
-  if (problem.addend != Param::kAbsent) return {};
+  if (problem.has_addend()) return {};
   cut.threads = cut.slab_threads = threads;
   cut.held = cut.steps =
       static_cast<int>(CeilDiv(elements / pack, static_cast<int64_t>(threads) * team));
