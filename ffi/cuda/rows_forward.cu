@@ -128,18 +128,25 @@ __global__ void __launch_bounds__(kThreads)
   const bool whole_x = WholePacks<kRowPack<E>>(cut, in.x),
              whole_y = WholePacks<kRowPack<E>>(cut, y);
   const int64_t stride = cut.sample_rows * cut.channels;
-  T centre[kSize] = {}, slope[kSize], shift[kSize], scales[kSize], biases[kSize], added[kSize];
+  T centre[kSize] = {}, slope[kSize], shift[kSize], scales[kSize], biases[kSize];
   for (int64_t n = block.first_sample + thread.slot; n < block.end_sample; n += cut.batch) {
     in.scale.Load(n, thread.channel, thread.channels, T(1), scales);
     in.bias.Load(n, thread.channel, thread.channels, T(0), biases);
-    in.addend.Load(n, thread.channel, thread.channels, T(0), added);
     ForGroups<kSize>(cut, thread.channel, thread.channels, [&](int i, int64_t group) {
       const int64_t at = n * cut.groups + group;
-      const Centre<T> c(statistics.mean[at], statistics.mean_low[at], added[i]);
-      centre[i] = c.value;
+      centre[i] = statistics.mean[at];
       slope[i] = statistics.rstd[at] * scales[i];
-      shift[i] = biases[i] - c.rest * slope[i];
+      shift[i] = biases[i] - statistics.mean_low[at] * slope[i];
     });
+    if (in.addend.data != nullptr) {
+      in.addend.Load(n, thread.channel, thread.channels, T(0), biases);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const Centre<T> c(centre[i], T(0), biases[i]);
+        centre[i] = c.value;
+        shift[i] -= c.rest * slope[i];
+      }
+    }
     WithActivation(in.activation, [&](auto tag) {
       WalkRows<kApplyRows>(
           thread.Offset(cut, block, n), stride, thread.rows, [&](int64_t at, int rows) {
