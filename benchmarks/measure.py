@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 from collections.abc import Callable
 
@@ -21,7 +22,9 @@ def measure(case: Case, families: list[str], *, seconds: float) -> dict:
     count = timing.turns(case.input_bytes) if case.platform == "cuda" else 1
     sets = [_inputs(case, seed) for seed in range(count)]
     steps = peers.of_case(case, families)
-    compiled = {name: step.lower(*sets[0]).compile() for name, step in steps.items()}
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+        each = pool.map(lambda step: step.lower(*sets[0]).compile(), steps.values())
+        compiled = dict(zip(steps, each, strict=True))
     check(case, compiled, sets[0])
     candidates = {
         name: [functools.partial(step, *arrays) for arrays in sets]

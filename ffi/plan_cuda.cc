@@ -58,7 +58,8 @@ void PlanRows(const Problem& problem, Plan* plan) {
                              cuda::CombineBlocks(problem)));
   }
   if (problem.sums_only) return;
-  plan->AddStage(Streaming(forward ? "row_apply" : "row_gradient", cut.blocks()));
+  plan->AddStage(
+      Streaming(forward ? "row_apply" : "row_gradient", cuda::CutRowsToWrite(problem).blocks()));
 }
 
 void PlanRuns(const Problem& problem, Plan* plan) {
@@ -73,12 +74,13 @@ void PlanRuns(const Problem& problem, Plan* plan) {
     if (statistics.pieces > 1) {
       plan->AddStage(Streaming("combine_moments", cuda::CombineBlocks(problem)));
     }
-    if (!problem.sums_only) plan->AddStage(Streaming("run_apply", channels.blocks()));
+    if (!problem.sums_only)
+      plan->AddStage(Streaming("run_apply", cuda::CutRunsToWrite(problem).blocks()));
   } else {
     plan->AddStage(Streaming("run_sums", channels.blocks()));
     if (problem.sums_only) return;
     plan->AddStage(Streaming("combine_channel_sums", cuda::CombineBlocks(problem)));
-    plan->AddStage(Streaming("run_gradient", channels.blocks()));
+    plan->AddStage(Streaming("run_gradient", cuda::CutRunsToWrite(problem).blocks()));
   }
 }
 
@@ -97,7 +99,8 @@ void PlanStreaming(const Problem& problem, Plan* plan) {
 // Bytes of x and dy that are read a second time.
 int64_t PassingBytes(const Problem& problem, const cuda::ResidentCut& cut) {
   const int64_t tensors = problem.op == Op::kForward ? 1 : 2;
-  const double share = static_cast<double>(cut.steps - cut.held) / cut.steps;
+  const int again = std::max(0, cut.steps - cut.placed());  // the ring still has its last ones
+  const double share = static_cast<double>(again) / cut.steps;
   return static_cast<int64_t>(share * static_cast<double>(tensors * TensorBytes(problem)));
 }
 
@@ -111,7 +114,9 @@ double ResidentCost(const Problem& problem, const cuda::ResidentCut& cut) {
   const DeviceLimits h200;
   const double rounds = static_cast<double>(cuda::ResidentRounds(cut, h200));
   const double packs = static_cast<double>(cut.slabs) * cut.team * cut.slab_threads * cut.steps;
-  const double per_processor = packs / (32 * 4 * 1000.0 * h200.multiprocessors);
+  const double blocks = static_cast<double>(cut.slabs) * cut.team;
+  const double processors = std::min<double>(blocks, static_cast<double>(h200.multiprocessors));
+  const double per_processor = packs / (32 * 4 * 1000.0 * processors);
   double round = forward ? 3.5 + 0.07 * cut.steps : 4.8 + 0.12 * cut.steps;
   double pack = forward ? (cut.rows() ? 40 : 20) : (cut.rows() ? 130 : 70);
   if (cut.packs()) {
@@ -121,18 +126,29 @@ double ResidentCost(const Problem& problem, const cuda::ResidentCut& cut) {
   }
   if (cut.team > 1) round += forward ? 0.3 : 0.2;
   if (cut.team > 8 && (forward || cut.packs())) round += 0.5;
-  if (cut.solo()) round += 1.5;
+  // Pairs find room on all multiprocessors, larger clusters don't: where there is but one round, it
+  // shows (sd15_unet_64_b2: 13.8 us by pairs, 15.8 by fours).
+  if (!cut.rows() && cut.team > 2 && rounds == 1) round += 0.8;
+  if (cut.solo() && (forward || !cut.packs())) round += 1.5;
   return rounds * round + per_processor * pack;
 }
 
-// The same for grid teams, where each block adds up what all blocks of its team have put for all
-// groups. Fitted to 336 timings of 14 problems in 16 bits, which it describes within 6 to 8 %; the
-// cut of least cost takes at most 10 % longer than the best one timed, on average 2.
-double GridTeamCost(const Problem& problem, const cuda::ResidentCut& cut) {
+// The time of grid teams, in us on an H200: a round's latencies and exchange; each step's copies in
+// and out at the memory's speed; and for steps that pass, a second reading, but of the last ones,
+// which the L2 cache still has. Fitted to 1,900 timings, of the better ones of which it is off by 5
+// % (channels last) and 3 % (first); the cut of least time takes 0.5 % longer than the best one
+// timed.
+double GridTeamTime(const Problem& problem, const cuda::ResidentCut& cut) {
+  const bool forward = problem.op == Op::kForward, paired = SizeOf(problem.dtype) == 2;
   const double rounds = static_cast<double>(cuda::ResidentRounds(cut, DeviceLimits()));
-  const double exchange = 0.0031 * cut.tile_groups * cut.team;
-  const double step = problem.op == Op::kForward ? 0.33 : 0.69;
-  return 4 + rounds * (3.3 + step * cut.steps + exchange);
+  const double latency = cut.spans() ? 4 : !paired ? 5.5 : forward ? 7 : 9;
+  const double exchange = cut.team * (cut.spans() ? 0.01 : 0.002 * cut.tile_groups);
+  const double size = cut.threads / 256.0;  // of a step
+  const double cached = cut.spans() || !forward ? 8 : 12;
+  const double again = std::max(0.0, size * std::max(0, cut.steps - cut.placed()) - cached);
+  const double steps =
+      forward ? 0.54 * size * cut.steps + 0.27 * again : 0.8 * size * cut.steps + 0.45 * again;
+  return 4 + rounds * (latency + exchange + steps);
 }
 
 int64_t SpaceBytes(const Problem& problem, const cuda::ResidentCut& cut,
@@ -141,36 +157,38 @@ int64_t SpaceBytes(const Problem& problem, const cuda::ResidentCut& cut,
   return cuda::ResidentSpaceOf(problem, cut, blocks).bytes();
 }
 
-// What "streaming" adds to the copy's time, channels last, in 16 bits.
-double StreamingCost(const Problem& problem) {
-  const double copy = static_cast<double>(CompulsoryBytes(problem)) / 4e6;
-  return problem.op == Op::kForward ? 15 + 0.75 * copy : 25 + 1.1 * copy;
+// The time of the copy, and of "streaming".
+double CopyTime(const Problem& problem) {
+  return static_cast<double>(CompulsoryBytes(problem)) / 4e6;
+}
+double StreamingTime(const Problem& problem) {
+  const bool slower = SizeOf(problem.dtype) == 2 && problem.layout == Layout::kChannelsLast;
+  return problem.op == Op::kForward ? 15 + (slower ? 1.75 : 1.5) * CopyTime(problem)
+                                    : 25 + (slower ? 2.1 : 1.6) * CopyTime(problem);
 }
 
-// Whether the cut beats "streaming". H200: not where grid teams have much to exchange
-// (nnunet_in_64, forward: 85 us against 71), nor by much in float32 (407 us against 432 at best,
-// 256 against 241 at worst), nor with gelu's derivative, which wants more warps (wav2vec2: 780 us
-// against 731); nor channels first where clusters of 16 wait for one another with too little else
-// to do on their multiprocessors: 265 us against 226 (vae_512_128, bfloat16), backward 244 against
-// 218 (sdxl_unet_128, float32).
+// Whether the cut beats "streaming". H200: not channels first where clusters of 16 wait for one
+// another with too little else to do on their multiprocessors: 265 us against 226 (vae_512_128,
+// bfloat16), backward 244 against 218 (sdxl_unet_128, float32).
 bool Worthwhile(const Problem& problem, const cuda::ResidentCut& cut) {
-  const bool forward = problem.op == Op::kForward;
-  if (cut.grid_team()) {
-    return problem.dtype != DType::kFloat32 &&
-           (forward || problem.activation != Activation::kGelu) &&
-           GridTeamCost(problem, cut) < StreamingCost(problem);
-  }
-  const int few = forward ? 1 : 2;
+  if (cut.grid_team()) return GridTeamTime(problem, cut) < StreamingTime(problem);
+  const int few = problem.op == Op::kForward ? 1 : 2;
   return cut.rows() || cut.team < cuda::kMaxTeam || cuda::ResidentBlocks(cut) > few;
 }
 
-// Whether the grid teams beat the clusters, where both may serve. H200: where a cluster's blocks
-// are alone on their multiprocessors, in 16 bits (sd15_unet_64_skip 118 us against 137,
-// sdxl_unet_128 80 against 84; in float32 141 against 134).
+// Whether the grid teams beat the clusters, where both may serve. H200: where large clusters'
+// blocks are alone on their multiprocessors (sd15_unet_64_skip, float32, forward, 188 us against
+// 226), and in the backward pass channels last in 16 bits already where either holds (edm_in64_64,
+// 92 against 101; sd15_unet_64, 70 against 76), unless one round does.
 bool PreferGridTeams(const Problem& problem, const cuda::ResidentCut& grid,
                      const cuda::ResidentCut& cluster) {
   if (!grid.valid() || !cluster.valid()) return grid.valid();
-  return Worthwhile(problem, grid) && cuda::ResidentBlocks(cluster) == 1;
+  if (!Worthwhile(problem, grid)) return false;
+  if (!Worthwhile(problem, cluster)) return true;
+  const bool large = cluster.team >= 8, alone = cuda::ResidentBlocks(cluster) == 1;
+  if (large && alone) return true;
+  return problem.op == Op::kBackward && SizeOf(problem.dtype) == 2 && cluster.rows() &&
+         (alone || cluster.team > 8) && cuda::ResidentRounds(cluster, DeviceLimits()) > 1;
 }
 
 // The best cut for that workspace, not valid() if the problem doesn't fit.
@@ -181,7 +199,7 @@ cuda::ResidentCut BestResident(const Problem& problem, const DeviceLimits& devic
   cuda::ForResidentCuts(problem, device, [&](const cuda::ResidentCut& cut) {
     if (SpaceBytes(problem, cut, device) > workspace) return;
     const bool grid = cut.grid_team();
-    const double cost = grid ? GridTeamCost(problem, cut) : ResidentCost(problem, cut);
+    const double cost = grid ? GridTeamTime(problem, cut) : ResidentCost(problem, cut);
     if (cost >= best_cost[grid]) return;
     best_cost[grid] = cost;
     best[grid] = cut;
@@ -265,11 +283,13 @@ void PlanResident(const Problem& problem, const ResidentCut& cut, const DeviceLi
     plan->width = cut.lanes;
     plan->tile_channels = cut.group_size;
     plan->block_extent = CeilDiv(problem.group_elements(), cut.team);
-    const std::string_view kernels[2][2] = {{"resident_run_forward", "resident_run_backward"},
-                                            {"resident_pack_forward", "resident_pack_backward"}};
-    plan->AddStage({kernels[cut.packs()][forward ? 0 : 1], blocks, cut.threads, cut.shared_bytes});
+    const std::string_view kernels[3][2] = {{"resident_run_forward", "resident_run_backward"},
+                                            {"resident_pack_forward", "resident_pack_backward"},
+                                            {"resident_span_forward", "resident_span_backward"}};
+    const int kind = cut.packs() ? 1 : cut.spans() ? 2 : 0;
+    plan->AddStage({kernels[kind][forward ? 0 : 1], blocks, cut.threads, cut.shared_bytes});
   }
-  AddParameterSums(problem, ResidentRows(problem, cut.team), plan);
+  AddParameterSums(problem, ResidentRows(problem, cut), plan);
 }
 
 }  // namespace cuda

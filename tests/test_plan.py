@@ -206,16 +206,15 @@ def test_resident_fits_its_device(name, dtype, layout, op):
         served.append(True)
         assert stage["shared_bytes"][0] <= device.shared_memory_per_block
         assert stage["threads"][0] <= 512 and stage["threads"][0] % 32 == 0
-        # What is held by a cluster moves once; of what all blocks of the device share, some passes.
-        moved = stage["bytes_moved"] / stage["bytes_compulsory"]
-        assert moved == 1 or (layout == "channels_last" and 1 < moved < 5 / 3)
+        # What is held moves once; of what all blocks of the device share, some passes.
+        assert 1 <= stage["bytes_moved"] / stage["bytes_compulsory"] < 5 / 3
     assert served[DEVICES.index(jax_gn.DeviceLimits())]
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 16, 60, 108, 132])
 def test_resident_grid_follows_the_device(multiprocessors, op):
     """Teams that go on to other slabs: no more than there is room for, and at least one."""
-    shape, groups = RESIDENT["sd15_unet_64"]
+    shape, groups = RESIDENT["bit_r50_28"]
     device = dataclasses.replace(jax_gn.DeviceLimits(), multiprocessors=multiprocessors)
     answer = _resident(op, "bfloat16", "channels_last", shape, groups, device)
     whole = _resident(op, "bfloat16", "channels_last", shape, groups, jax_gn.DeviceLimits())
@@ -229,27 +228,35 @@ def test_resident_grid_follows_the_device(multiprocessors, op):
     ("shape", "groups"),
     [((4, 512, 512, 128), 32), ((13, 128, 128, 1920), 32), ((3, 200, 200, 320), 32)],
 )
-def test_blocks_of_grid_teams_run_at_once(shape, groups, multiprocessors, op):
+@pytest.mark.parametrize("layout", problems.LAYOUTS)
+def test_blocks_of_grid_teams_run_at_once(shape, groups, multiprocessors, layout, op):
     """Beyond a cluster's shared memory blocks wait for one another: all must fit. A device that
     could run more than an H200 doesn't; the planner refuses what the workspace has no room for."""
     device = dataclasses.replace(jax_gn.DeviceLimits(), multiprocessors=multiprocessors)
-    answer, whole = (
-        _resident(op, "bfloat16", "channels_last", shape, groups, limits)
-        for limits in (device, jax_gn.DeviceLimits())
-    )
+    whole = _resident(op, "bfloat16", layout, shape, groups, jax_gn.DeviceLimits())
+    if whole["kernels"][0] not in (f"resident_tile_{op}", f"resident_span_{op}"):
+        assert whole["bytes_moved"] == whole["bytes_compulsory"]  # clusters serve it
+        return
+    if layout == "channels_first" and 2 * multiprocessors < shape[-1] // groups:
+        with pytest.raises(NotImplementedError, match="no room"):  # a block for each channel
+            _resident(op, "bfloat16", layout, shape, groups, device)
+        return
+    answer = _resident(op, "bfloat16", layout, shape, groups, device)
     room = device.shared_memory_per_block + 1024
     assert room // (answer["shared_bytes"][0] + 1024) >= 2
     assert 16 < answer["grid"][0] <= 2 * min(multiprocessors, 132)
     assert answer["workspace_bytes"] == whole["workspace_bytes"]
-    assert answer["bytes_compulsory"] < answer["bytes_moved"] < 2 * answer["bytes_compulsory"]
+    # Channels first, what the blocks hold together may be enough.
+    least = answer["bytes_compulsory"] + (layout == "channels_last")
+    assert least <= answer["bytes_moved"] < 2 * answer["bytes_compulsory"]
 
 
 @pytest.mark.parametrize(
     ("shape", "groups", "activation", "op"),
     [
         ((32, 56, 56, 256), 32, None, "forward"),
-        ((16, 32, 32, 640), 32, "gelu", "backward"),
-        ((8, 128, 128, 256), 256, "silu", "forward"),
+        ((128, 28, 28, 512), 32, "gelu", "backward"),
+        ((8, 128, 128, 1024), 1024, "silu", "forward"),
     ],
 )
 def test_a_cluster_serves_where_grid_teams_are_not_worthwhile(shape, groups, activation, op):

@@ -12,9 +12,15 @@
 namespace jax_gn::cuda {
 namespace {
 
-// Samples in flight a thread: 32 bytes.
+// Samples that a thread loads at a time: 32 bytes of each tensor. In the backward pass, where
+// elements are larger than 16 bits, half of that, the next ones before it works on the last: H200,
+// mlp_rows, float32, 275 us instead of 348; 16 bits would take 22 % longer, for want of registers.
+template <typename E>
+inline constexpr bool kReadsAhead = sizeof(E) > 2;
 template <typename E, int kSize>
 inline constexpr int kRows = 32 / (kSize * static_cast<int>(sizeof(E)));
+template <typename E, int kSize>
+inline constexpr int kGradientRows = kRows<E, kSize> / (kReadsAhead<E> ? 2 : 1);
 
 // Samples n, n + batch, … of a thread that lie in the block, up to kRows.
 template <int kRows>
@@ -24,6 +30,20 @@ __device__ __forceinline__ int RowsFrom(const RowCut& cut, const RowBlock& block
   for (int u = 0; u < kRows; ++u) rows += n + u * cut.batch < block.end_sample ? 1 : 0;
   return rows;
 }
+
+// What the backward pass loads at a time; zeros beyond `rows`.
+template <typename E, int kSize>
+struct FeatureGradientPacks {
+  int rows;
+  Pack<E, kSize> x[kGradientRows<E, kSize>] = {}, dy[kGradientRows<E, kSize>] = {};
+  Accumulator<E> mean[kGradientRows<E, kSize>] = {}, rstd[kGradientRows<E, kSize>] = {};
+
+  __device__ __forceinline__ void LoadStatistics(const BackwardInputs<E>& in, int64_t group,
+                                                 int row) {
+    mean[row] = in.mean[group];
+    rstd[row] = in.rstd[group];
+  }
+};
 
 // scale and bias of a thread's channels: read once, unless they are the samples'.
 template <typename T, int kSize>
@@ -79,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
         z[i] = (z[i] - centre.sum) - centre.rest;
         m2 += z[i] * z[i];
       }
-      const T inverse = T(1) / sqrt(WarpSum(m2, cut.warp_lanes) * share + epsilon);
+      const T inverse = InverseRoot(WarpSum(m2, cut.warp_lanes) * share + epsilon);
       if (u >= rows) continue;
       const int64_t sample = n + u * cut.batch;
       if (leads) {
@@ -97,8 +117,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Blocks of a multiprocessor, as far as registers go.
+template <typename E>
+inline constexpr int kBlocks = sizeof(E) == 4 ? 3 : 2;
+
 template <typename E, int kSize>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocks<E>)
     FeatureBackwardKernel(RowCut cut, BackwardInputs<E> in, bool per_sample,
                           Pair<Accumulator<E>>* channel_rows, E* dx) {
   using T = Accumulator<E>;
@@ -112,25 +136,40 @@ __global__ void __launch_bounds__(kThreads, 2)
   const T share = T(1) / static_cast<T>(cut.group_size);
   FeatureParameters<T, kSize> parameters(in.scale, in.bias, thread);
   Pair<T> sums[kSize] = {};
-  for (int64_t first = block.first_sample; first < block.end_sample;
-       first += kRows<E, kSize> * cut.batch) {
-    const int64_t n = first + thread.slot;
-    const int rows = thread.channels > 0 ? RowsFrom<kRows<E, kSize>>(cut, block, n) : 0;
+  constexpr int kSamples = kGradientRows<E, kSize>;
+  const auto load = [&](int64_t n) {
+    const int rows = thread.channels > 0 ? RowsFrom<kSamples>(cut, block, n) : 0;
+    FeatureGradientPacks<E, kSize> loaded = {rows};
     const int64_t at = n * cut.channels + thread.channel;
-    Pack<E, kSize> x_packs[kRows<E, kSize>] = {}, dy_packs[kRows<E, kSize>] = {};
-    LoadRows(in.x + at, stride, rows, thread.channels, whole_x, x_packs);
-    LoadRows(in.dy + at, stride, rows, thread.channels, whole_dy, dy_packs);
+    LoadRows(in.x + at, stride, rows, thread.channels, whole_x, loaded.x);
+    LoadRows(in.dy + at, stride, rows, thread.channels, whole_dy, loaded.dy);
+    if constexpr (kReadsAhead<E>) {
 #pragma unroll
-    for (int u = 0; u < kRows<E, kSize>; ++u) {
-      const int64_t sample = n + u * cut.batch;
-      T xhat[kSize], z[kSize], dz[kSize], rstd = 0, mean = 0;
-      ToNumbers(x_packs[u], xhat);
-      ToNumbers(dy_packs[u], dz);
-      if (u < rows) {
-        mean = in.mean[sample * cut.groups + group];
-        rstd = in.rstd[sample * cut.groups + group];
-        if (parameters.per_sample) parameters.Load(in.scale, in.bias, thread, sample);
+      for (int u = 0; u < kSamples; ++u) {
+        if (u < rows) loaded.LoadStatistics(in, (n + u * cut.batch) * cut.groups + group, u);
       }
+    }
+    return loaded;
+  };
+  FeatureGradientPacks<E, kSize> next = {};
+  if constexpr (kReadsAhead<E>) next = load(block.first_sample + thread.slot);
+  for (int64_t first = block.first_sample; first < block.end_sample;) {
+    const int64_t n = first + thread.slot;
+    auto loaded = kReadsAhead<E> ? next : load(n);
+    const int rows = loaded.rows;
+    first += kSamples * cut.batch;
+    if (kReadsAhead<E> && first < block.end_sample) next = load(first + thread.slot);
+#pragma unroll
+    for (int u = 0; u < kSamples; ++u) {
+      const int64_t sample = n + u * cut.batch, at = sample * cut.channels + thread.channel;
+      if (!kReadsAhead<E> && u < rows) {
+        loaded.LoadStatistics(in, sample * cut.groups + group, u);
+      }
+      const T mean = loaded.mean[u], rstd = loaded.rstd[u];
+      T xhat[kSize], z[kSize], dz[kSize];
+      ToNumbers(loaded.x[u], xhat);
+      ToNumbers(loaded.dy[u], dz);
+      if (parameters.per_sample && u < rows) parameters.Load(in.scale, in.bias, thread, sample);
       Pair<T> total = {0, 0};
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
@@ -156,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int i = 0; i < kSize; ++i) {
         dz[i] = GradientOf(parameters.scale[i], dz[i], xhat[i], rstd, means);
       }
-      if (u < rows) StoreRow(dx + at + u * stride, ToPack<E>(dz), thread.channels, whole_dx);
+      if (u < rows) StoreRow(dx + at, ToPack<E>(dz), thread.channels, whole_dx);
     }
   }
   if (channel_rows == nullptr || per_sample) return;

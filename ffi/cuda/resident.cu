@@ -1,6 +1,7 @@
 // The family "resident": each tensor crosses the memory bus once, in one kernel, after which the
 // partial sums of dscale and dbias are added up. The kernels are in resident_rows*.cu (channels
-// last), resident_runs*.cu (channels first) and resident_packs*.cu (channels first, short ones).
+// last), and for channels first in resident_runs*.cu, resident_packs*.cu (short channels) and
+// resident_spans*.cu (grid teams).
 #include "families.h"
 #include "resident_kernels.h"
 #include "streaming.h"
@@ -47,6 +48,7 @@ Status LaunchResidentForward(const Problem& problem, const Plan& plan, const For
     using E = decltype(element);
     const auto launch = cut.rows()    ? LaunchResidentTileForward<E>
                         : cut.packs() ? LaunchResidentPackForward<E>
+                        : cut.spans() ? LaunchResidentSpanForward<E>
                                       : LaunchResidentRunForward<E>;
     return launch(problem, cut, plan.stages[0], args, stream);
   });
@@ -65,13 +67,13 @@ Status LaunchResidentBackward(const Problem& problem, const Plan& plan, const Ba
     using E = decltype(element);
     const auto launch = cut.rows()    ? LaunchResidentTileBackward<E>
                         : cut.packs() ? LaunchResidentPackBackward<E>
+                        : cut.spans() ? LaunchResidentSpanBackward<E>
                                       : LaunchResidentRunBackward<E>;
     return launch(problem, cut, *stage++, args, stream);
   }));
   for (const Param form : {Param::kPerChannel, Param::kPerSample}) {
     if (problem.scale != form && problem.bias != form) continue;
-    JAX_GN_TRY(LaunchParameterSums<float>(problem, *stage++, args, form,
-                                          ResidentRows(problem, cut.team),
+    JAX_GN_TRY(LaunchParameterSums<float>(problem, *stage++, args, form, ResidentRows(problem, cut),
                                           static_cast<const Pair<float>*>(args.workspace), stream));
   }
   return Status();

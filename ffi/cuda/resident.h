@@ -70,27 +70,30 @@ class CopyParts {
     while (parts_ < kCopyParts) Commit();
     next_ = parts_ = 0;
   }
-  // Waits for a step's copies; returns the first step whose copies may be outstanding yet.
+  // Waits for a step's copies; returns the first step whose copies may be outstanding yet. kLater:
+  // copies of others committed since.
+  template <int kLater = 0>
   __device__ __forceinline__ int Ready(int step) {
-    WaitUpTo(step + 1);
+    WaitUpTo<kLater>(step + 1);
     return next_;
   }
   // For the copies of all steps before `steps`.
+  template <int kLater = 0>
   __device__ __forceinline__ void WaitUpTo(int steps) {
     while (next_ < steps) {
       next_ += part_;
       switch (parts_++) {
         case 0:
-          WaitCopies<3>();
+          WaitCopies<kLater + 3>();
           break;
         case 1:
-          WaitCopies<2>();
+          WaitCopies<kLater + 2>();
           break;
         case 2:
-          WaitCopies<1>();
+          WaitCopies<kLater + 1>();
           break;
         default:
-          WaitCopies<0>();
+          WaitCopies<kLater>();
       }
     }
   }
@@ -140,16 +143,45 @@ __device__ __forceinline__ void MayBeLate() {
 #endif
 }
 
+// What x is normalised by: mean is mean_high + mean_low.
+struct GroupNumbers {
+  float mean_high, mean_low, rstd;
+  float shift;  // of the sums that they come from
+};
+
+// How a block divides its shared memory, as ResidentSharedBytes counts.
+struct ResidentShared {
+  char* packs;            // [packs of a thread][threads]
+  Pair<float>* places;    // the team's
+  GroupNumbers* numbers;  // [tile_groups]
+  float* scratch;
+
+  __device__ ResidentShared(const ResidentCut& cut, char* shared, int packs_of_thread)
+      : packs(shared) {
+    char* at = shared + static_cast<int64_t>(packs_of_thread) * cut.threads * kPackBytes;
+    places = reinterpret_cast<Pair<float>*>(at);
+    at += (cut.places() * cut.tile_groups * sizeof(Pair<float>) + kPackBytes - 1) / kPackBytes *
+          kPackBytes;
+    numbers = reinterpret_cast<GroupNumbers*>(at);
+    scratch = reinterpret_cast<float*>(at + cut.tile_groups * sizeof(GroupNumbers));
+  }
+  // This thread's first; the next one is cut.threads further.
+  template <typename E>
+  __device__ __forceinline__ Pack<E>* Slots() const {
+    return reinterpret_cast<Pack<E>*>(packs) + threadIdx.x;
+  }
+};
+
 // A pair of sums for each group of the slab, added up over the blocks of a team. Exchanges take
 // turns at two sets of places: a block may be one exchange ahead of another.
 class Team {
  public:
-  static constexpr bool kPasses = false;             // every step is held
+  static constexpr int kRing = 0;                    // every step is held
   static constexpr int kMostThreads = kTileThreads;  // channels last
   struct Space {};
 
-  __device__ Team(const ResidentCut& cut, Pair<float>* places, Space = {})
-      : places_(places), size_(cut.team), groups_(cut.tile_groups) {
+  __device__ Team(const ResidentCut& cut, const ResidentShared& shared, Space = {})
+      : places_(shared.places), size_(cut.team), groups_(cut.tile_groups) {
     rank_ = size_ == 1 ? 0 : static_cast<int>(blockIdx.x % static_cast<unsigned>(size_));
     if (size_ > 1) ClusterArrive();  // this block has begun: others may write to it
   }
@@ -203,15 +235,18 @@ class Team {
 // numbers in the same order. `arrivals`, 0 at first, counts the blocks that have put their sums.
 class GridTeam {
  public:
-  static constexpr bool kPasses = true;  // some steps may be read twice
+  static constexpr int kRing = kRingSteps;  // some steps may be read twice
   static constexpr int kMostThreads = kGridThreads;
   struct Space {
     float2* places;      // [teams][2][team][groups]
     unsigned* arrivals;  // [teams]
   };
 
-  __device__ GridTeam(const ResidentCut& cut, Pair<float>* totals, const Space& space)
-      : totals_(totals), size_(cut.team), groups_(cut.tile_groups) {
+  __device__ GridTeam(const ResidentCut& cut, const ResidentShared& shared, const Space& space)
+      : totals_(shared.places),
+        shares_(reinterpret_cast<Pair<float>*>(shared.scratch)),
+        size_(cut.team),
+        groups_(cut.tile_groups) {
     const unsigned team = blockIdx.x / static_cast<unsigned>(size_);
     rank_ = static_cast<int>(blockIdx.x - team * size_);
     places_ = space.places + static_cast<int64_t>(team) * 2 * size_ * groups_;
@@ -231,25 +266,43 @@ class GridTeam {
     if (threadIdx.x == 0) AwaitAll((static_cast<unsigned>(exchange) + 1) * size_);
     __syncthreads();
     MayBeLate();
-    const int lane = threadIdx.x % 32;
-    for (int group = threadIdx.x / 32; group < groups_; group += blockDim.x / 32) {
-      Pair<float> sum = {0, 0};
-#pragma unroll 4
-      for (int rank = lane; rank < size_; rank += 32) {
-        const float2 pair = __ldcg(Place(exchange, rank, group));
-        sum.first += pair.x;
-        sum.second += pair.y;
-      }
-      sum = WarpSum(sum);
-      if (lane == 0) totals_[group] = sum;
+    const int threads = static_cast<int>(blockDim.x);
+    for (int first = 0; first < groups_; first += threads) {
+      AddRanks(exchange, first, min(threads, groups_ - first));
     }
-    __syncthreads();
   }
   __device__ __forceinline__ Pair<float> Total(int, int group) const { return totals_[group]; }
 
  private:
   __device__ __forceinline__ float2* Place(int exchange, int rank, int group) const {
     return places_ + ((exchange & 1) * size_ + rank) * groups_ + group;
+  }
+  // The totals of some groups. The threads stand side by side at the groups, as the places lie, and
+  // below each other at the ranks; the scratch holds the sum of each: nobody else needs it now.
+  __device__ __forceinline__ void AddRanks(int exchange, int first, int groups) const {
+    const int lines = min(32, static_cast<int>(blockDim.x) / groups), line = threadIdx.x / groups;
+    const int group = threadIdx.x - line * groups;
+    Pair<float> sum = {0, 0};
+    if (line < lines) {
+#pragma unroll 8
+      for (int rank = line; rank < size_; rank += lines) {
+        const float2 pair = __ldcg(Place(exchange, rank, first + group));
+        sum.first += pair.x;
+        sum.second += pair.y;
+      }
+    }
+    shares_[threadIdx.x] = sum;
+    __syncthreads();
+    if (line == 0) {
+#pragma unroll 8
+      for (int i = 1; i < lines; ++i) {
+        const Pair<float> share = shares_[i * groups + group];
+        sum.first += share.first;
+        sum.second += share.second;
+      }
+      totals_[first + group] = sum;
+    }
+    __syncthreads();
   }
   // By one thread between two barriers of its block: releases what the block's threads have put,
   // and acquires what those of all others have.
@@ -264,7 +317,7 @@ class GridTeam {
     } while (arrived < all);
   }
 
-  Pair<float>* totals_;  // [groups], in shared memory
+  Pair<float>*totals_, *shares_;  // [groups], [threads]: in shared memory
   float2* places_;
   unsigned* arrivals_;
   int size_, groups_, rank_;
@@ -283,12 +336,6 @@ struct SlabWalk {
       stride *= blockDim.x / 32;
     }
   }
-};
-
-// What x is normalised by: mean is mean_high + mean_low.
-struct GroupNumbers {
-  float mean_high, mean_low, rstd;
-  float shift;  // of the sums that they come from
 };
 
 // f(i) for the elements [from, to) of a pack.
@@ -348,15 +395,6 @@ struct ShiftedSums {
 };
 inline constexpr float kWorstShift = 16;  // squared, in standard deviations
 inline constexpr float kInfinity = HUGE_VALF;
-
-// 1 / sqrt(x), correctly rounded but for a few values: a Newton step with the residual in full. A
-// quarter of the instructions that the two functions take.
-__device__ __forceinline__ float InverseRoot(float x) {
-  const float r = rsqrtf(x);
-  const float root = x * r, rest = fmaf(x, r, -root);  // x r, in two parts
-  const float residual = fmaf(rest, r, fmaf(root, r, -1.0f));
-  return r > 0 && r < kInfinity ? fmaf(-0.5f * r, residual, r) : r;
-}
 
 // The group's results from those sums. Returns whether the shift was good enough. In float32: the
 // double's division and root would take longer than the exchange.

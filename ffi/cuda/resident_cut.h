@@ -7,10 +7,11 @@
 // reads, waits for and works on packs of its own: `steps` of them, x's and in the backward pass
 // dy's too.
 //
-// Channels last, a slab may be larger than that. Then all blocks that the device runs at once make
-// one team, or a few ("grid teams"), which exchange their sums through global memory; each thread
-// holds the first `held` of its steps, and reads the others a second time, in the opposite order,
-// much of them from the L2 cache.
+// A slab may be larger than that, if channels first its channels are whole packs. Then all blocks
+// that the device runs at once make one team, or a few ("grid teams"), which exchange their sums
+// through global memory; each thread holds the first `held` of its steps. The others pass through a
+// ring of places, and are read a second time, in the opposite order, much of them from the L2
+// cache.
 #ifndef JAX_GN_CUDA_RESIDENT_CUT_H_
 #define JAX_GN_CUDA_RESIDENT_CUT_H_
 
@@ -28,6 +29,9 @@ inline constexpr int kGridBlocks = 2;  // of a multiprocessor, where teams are l
 // channels last, where a thread keeps numbers for each channel of a pack, 96, else 64.
 inline constexpr int kTileThreads = 320, kRunThreads = 512;
 inline constexpr int kGridThreads = 256;  // of grid teams, which leaves each 128 registers
+// Of the steps that a grid team's thread can't hold, so many are on their way at a time, in shared
+// memory of their own: a power of two.
+inline constexpr int kRingSteps = 4;
 // Shared memory of a multiprocessor, and what each block costs beside its own: H200.
 inline constexpr int64_t kSharedPerProcessor = 228 << 10, kSharedPerBlockExtra = 1 << 10;
 
@@ -49,8 +53,11 @@ struct ResidentCut {
 
   JAX_GN_HOST_DEVICE constexpr bool rows() const { return tile_packs > 0; }
   JAX_GN_HOST_DEVICE constexpr bool packs() const { return channel_lanes > 0; }
+  JAX_GN_HOST_DEVICE constexpr bool spans() const { return grid_team() && !rows(); }
   JAX_GN_HOST_DEVICE constexpr bool solo() const { return slab_threads < threads; }
   JAX_GN_HOST_DEVICE constexpr bool grid_team() const { return team > kMaxTeam; }
+  // Steps of a thread that have a place in shared memory.
+  JAX_GN_HOST_DEVICE constexpr int placed() const { return held + (grid_team() ? kRingSteps : 0); }
   // Pairs of sums of each group that the exchange keeps in shared memory.
   JAX_GN_HOST_DEVICE constexpr int places() const { return grid_team() ? 1 : 2 * team; }
   constexpr bool valid() const { return threads > 0; }
@@ -66,15 +73,19 @@ inline bool ChannelsShare(const Problem& problem) {
 // Bytes that the block's packs take, and what it needs beside them (ResidentShared lays it out).
 inline int64_t ResidentSharedBytes(const Problem& problem, const ResidentCut& cut) {
   const bool forward = problem.op == Op::kForward;
-  const int64_t packs = static_cast<int64_t>(cut.held) * cut.threads * (forward ? 1 : 2);
+  const int64_t packs = static_cast<int64_t>(cut.placed()) * cut.threads * (forward ? 1 : 2);
   const int64_t exchange = static_cast<int64_t>(cut.places()) * cut.tile_groups * 8;
   const int64_t results = AlignUp(cut.tile_groups * 16, kPackBytes);
   int64_t scratch;
   if (cut.packs()) {
-    // Sums of the warps; the table of scale and bias; backward, sums of each pack.
-    scratch = (kRunThreads / 32 + cut.group_size + 1) * 8;
-    const int64_t meet = ChannelsShare(problem) ? 2 : 1;
-    if (!forward) scratch += meet * cut.steps * cut.threads * 8;
+    // Sums of the warps; for each slab the table of scale and bias and, backward, sums of each
+    // pack.
+    const int64_t meet = forward ? 0 : ChannelsShare(problem) ? 2 : 1;
+    const int64_t slabs = cut.threads / cut.slab_threads;
+    scratch =
+        (kRunThreads / 32 + slabs * (cut.group_size + 1) + meet * cut.steps * cut.threads) * 8;
+  } else if (cut.spans()) {
+    scratch = cut.threads * 8;
   } else if (!cut.rows()) {
     scratch = (kRunThreads / 32 + (forward ? 0 : cut.items * (cut.threads / cut.lanes))) * 8;
   } else if (forward) {
@@ -164,20 +175,37 @@ inline ResidentCut CutSegments(const Problem& problem, int lanes, int warps, int
 }
 
 // Channels first, a group as packs: it must begin with one, and none may meet three channels. The
-// sums of x know no channel, hence no addend.
-inline ResidentCut CutPacks(const Problem& problem, int threads, int team) {
+// sums of x know no channel, hence no addend. `solo` as in CutSegments.
+inline ResidentCut CutPacks(const Problem& problem, int threads, int team, bool solo) {
   const int64_t pack = ResidentPack(problem), elements = problem.group_elements();
   ResidentCut cut = ResidentBase(problem, team);
   if (elements % pack != 0 || problem.spatial < pack) return {};
   if (problem.has_addend()) return {};
-  cut.threads = cut.slab_threads = threads;
-  cut.held = cut.steps =
-      static_cast<int>(CeilDiv(elements / pack, static_cast<int64_t>(threads) * team));
-  cut.step_channels = static_cast<int>(threads * pack / problem.spatial);
-  cut.step_rest = static_cast<int>(threads * pack % problem.spatial);
-  cut.channel_lanes = std::min(32, PowerOfTwoBelow(std::max<int64_t>(1, threads / cut.group_size)));
+  cut.threads = threads;
+  const int64_t at_slab = cut.slab_threads = solo ? 32 : threads;
+  cut.held = cut.steps = static_cast<int>(CeilDiv(elements / pack, at_slab * team));
+  cut.step_channels = static_cast<int>(at_slab * pack / problem.spatial);
+  cut.step_rest = static_cast<int>(at_slab * pack % problem.spatial);
+  cut.channel_lanes = std::min(32, PowerOfTwoBelow(std::max<int64_t>(1, at_slab / cut.group_size)));
   cut.tile_groups = 1;
   cut.slabs = problem.n * problem.groups;
+  cut.shared_bytes = ResidentSharedBytes(problem, cut);
+  return cut;
+}
+
+// Channels first, beyond the clusters: `segments` blocks of a grid team share a channel, each works
+// on one alone. Channels must be whole packs.
+inline ResidentCut CutSpans(const Problem& problem, int threads, int64_t segments) {
+  const int64_t pack = ResidentPack(problem), team = segments * problem.group_size();
+  if (problem.spatial % pack != 0 || team <= kMaxTeam || team > INT32_MAX) return {};
+  ResidentCut cut = ResidentBase(problem, static_cast<int>(team));
+  cut.threads = cut.slab_threads = threads;
+  cut.segments = static_cast<int>(segments);
+  cut.segment_packs = static_cast<int>(CeilDiv(problem.spatial / pack, segments));
+  cut.held = cut.steps = static_cast<int>(CeilDiv(cut.segment_packs, threads));
+  cut.tile_groups = 1;
+  cut.slabs = problem.n * problem.groups;
+  cut.held = HeldSteps(problem, cut);
   cut.shared_bytes = ResidentSharedBytes(problem, cut);
   return cut;
 }
@@ -187,13 +215,16 @@ inline ResidentCut CutOf(const Problem& problem, const Plan& plan) {
   const int width = static_cast<int>(plan.width), team = static_cast<int>(plan.blocks);
   const int threads = plan.stages[0].threads;
   if (problem.layout == Layout::kChannelsLast) return CutTiles(problem, width, threads, team);
-  if (width == 0) return CutPacks(problem, threads, team);
-  return CutSegments(problem, width, threads / 32, team, plan.block_slabs > 1);
+  if (team > kMaxTeam) return CutSpans(problem, threads, team / problem.group_size());
+  const bool solo = plan.block_slabs > 1;
+  if (width == 0) return CutPacks(problem, threads, team, solo);
+  return CutSegments(problem, width, threads / 32, team, solo);
 }
 
 // Rows of dscale's and dbias's partial sums.
-inline int64_t ResidentRows(const Problem& problem, int64_t team) {
-  return problem.op == Op::kBackward && HasParam(problem) ? problem.n * team : 0;
+inline int64_t ResidentRows(const Problem& problem, const ResidentCut& cut) {
+  if (problem.op == Op::kForward || !HasParam(problem)) return 0;
+  return problem.n * (cut.spans() ? cut.segments : cut.team);
 }
 
 // Blocks of grid teams that a device surely runs at once: they wait for one another.
@@ -222,7 +253,7 @@ inline ResidentSpace ResidentSpaceOf(const Problem& problem, const ResidentCut& 
                                      int64_t blocks) {
   ResidentSpace space;
   const int64_t row = problem.channels * 2 * SizeOf(problem.accumulator());
-  space.channel_rows = AlignUp(ResidentRows(problem, cut.team) * row, kPackBytes);
+  space.channel_rows = AlignUp(ResidentRows(problem, cut) * row, kPackBytes);
   if (!cut.grid_team()) return space;
   space.places = AlignUp(2 * blocks * cut.tile_groups * 8, kPackBytes);
   space.arrivals = AlignUp(4 * (blocks / cut.team), kPackBytes);
@@ -241,15 +272,22 @@ void ForResidentCuts(const Problem& problem, const DeviceLimits& device, Visit v
   if (problem.layout == Layout::kChannelsFirst) {
     for (int team = 1; team <= kMaxTeam; team *= 2) {
       for (int threads = 64; threads <= kRunThreads; threads += 32) {
-        offer(CutPacks(problem, threads, team));
+        offer(CutPacks(problem, threads, team, false));
       }
     }
+    for (int threads : {128, 256}) offer(CutPacks(problem, threads, 1, true));
     for (int lanes = 8; lanes <= 32; lanes *= 2) {
       for (int warps : {4, 8}) offer(CutSegments(problem, lanes, warps, 1, true));
       for (int team = 1; team <= kMaxTeam; team *= 2) {
         for (int warps = 4; warps <= kRunThreads / 32; ++warps) {
           offer(CutSegments(problem, lanes, warps, team, false));
         }
+      }
+    }
+    for (int threads : {kGridThreads, kRunThreads}) {
+      for (int teams = 1; teams <= 13; ++teams) {
+        const int64_t team = kGridBlocks * device.multiprocessors / teams;
+        offer(CutSpans(problem, threads, team / problem.group_size()));
       }
     }
     return;
@@ -314,7 +352,8 @@ inline int64_t ResidentRounds(const ResidentCut& cut, const DeviceLimits& device
 // a pack can't take the place of another.
 inline bool TeamsGoOn(const Problem& problem, const ResidentCut& cut) {
   const int64_t blocks = ResidentBlocks(cut);
-  if (cut.rows()) return cut.grid_team() || blocks <= 2;
+  if (cut.grid_team()) return true;
+  if (cut.rows()) return blocks <= 2;
   if (cut.packs()) return false;
   return problem.op == Op::kForward && (blocks == 2 || blocks == 3) &&
          problem.group_elements() % ResidentPack(problem) == 0;

@@ -10,10 +10,10 @@ struct SlopeAndBias {
 };
 
 // What a thread of the backward pass knows of its slab.
-template <typename E, bool kSplit>
+template <typename E, int kTogether>
 struct PackGradient {
   static constexpr int kSize = kPackSize<E>;
-  using Channels = PackChannels<kSplit, SlopeAndBias>;
+  using Channels = PackChannels<kSize, kTogether, SlopeAndBias>;
   Pack<E>* slots;  // this thread's: x's and dy's in turn
   const Pair<float>* table;
   int threads;
@@ -39,18 +39,18 @@ struct PackGradient {
   }
 };
 
-// Leaves each pack's sums of dz and dz * (x - mean), of its first channel and, kSplit, its second
-// one, in `sums`: [1 or 2][packs of the block].
-template <typename E, bool kSplit>
+// Leaves each pack's sums of dz and dz * (x - mean), of its first channel and, if it may have one,
+// its second, in `sums`: [1 or 2][packs of the block].
+template <typename E, int kTogether>
 __device__ __forceinline__ void SumPacks(const ResidentCut& cut,
                                          const PackPlace<kPackSize<E>>& place,
-                                         const PackGradient<E, kSplit>& gradient,
+                                         const PackGradient<E, kTogether>& gradient,
                                          Activation activation, CopyParts* parts,
                                          Pair<float>* sums) {
   constexpr int kSize = kPackSize<E>;
   WithActivation(activation, [&](auto tag) {
     ChannelCursor at = place.begin;
-    Pair<float>* to = sums + threadIdx.x;
+    Pair<float>* to = sums + place.thread;
     for (int step = 0; step < place.steps;) {
       const int stop = min(place.steps, parts->Ready(step));
 #pragma unroll 1
@@ -71,8 +71,8 @@ __device__ __forceinline__ void SumPacks(const ResidentCut& cut,
           }
         }
         *to = first;
-        if constexpr (kSplit) to[cut.steps * cut.threads] = second;
-        to += cut.threads;
+        if constexpr (channels.kSplit) to[cut.steps * cut.slab_threads] = second;
+        to += cut.slab_threads;
         at.Advance(cut);
       }
     }
@@ -81,27 +81,28 @@ __device__ __forceinline__ void SumPacks(const ResidentCut& cut,
 
 // From the packs' sums: those of the channels, into the row of dscale's and dbias's partial sums;
 // and times scale, in each thread those of some channels.
-template <typename E, bool kSplit>
+template <typename E, int kTogether>
 __device__ __forceinline__ Pair<float> ReducePacks(const ResidentCut& cut,
                                                    const PackPlace<kPackSize<E>>& place,
-                                                   const PackGradient<E, kSplit>& gradient,
+                                                   const PackGradient<E, kTogether>& gradient,
                                                    const Pair<float>* packs,
                                                    Pair<float>* channel_rows) {
   constexpr int kSize = kPackSize<E>;
   const int channels = static_cast<int>(cut.group_size), spatial = static_cast<int>(cut.spatial);
-  const int first = place.FirstPack(cut), capacity = cut.steps * cut.threads;
-  const int lane = threadIdx.x & (cut.channel_lanes - 1), log2_lanes = __ffs(cut.channel_lanes) - 1;
+  const int first = place.FirstPack(cut), capacity = cut.steps * cut.slab_threads;
+  const int lane = place.thread & (cut.channel_lanes - 1),
+            log2_lanes = __ffs(cut.channel_lanes) - 1;
   Pair<float>* const row = ChannelRow(cut, channel_rows, place.n, place.rank, place.first_channel);
   Pair<float> total = {0, 0};
-  for (int base = 0; base < channels; base += cut.threads >> log2_lanes) {
-    const int channel = base + (static_cast<int>(threadIdx.x) >> log2_lanes);
+  for (int base = 0; base < channels; base += cut.slab_threads >> log2_lanes) {
+    const int channel = base + (place.thread >> log2_lanes);
     Pair<float> sum = {0, 0};
     if (channel < channels) {
       const int begin = channel * spatial, end = begin + spatial;
       const int from = begin / kSize, to = min((end + kSize - 1) / kSize, first + capacity);
       for (int pack = max(from, first) + lane; pack < to; pack += cut.channel_lanes) {
         // The pack in which the channel begins may begin with another.
-        const bool second = kSplit && pack * kSize < begin;
+        const bool second = kTogether < kSize && pack * kSize < begin;
         const Pair<float> part = packs[(second ? capacity : 0) + pack - first];
         sum = {sum.first + part.first, sum.second + part.second};
       }
@@ -117,16 +118,17 @@ __device__ __forceinline__ Pair<float> ReducePacks(const ResidentCut& cut,
   return total;
 }
 
-template <typename E, bool kSplit>
+template <typename E, int kTogether>
 __global__ void __launch_bounds__(kRunThreads, 2)
     ResidentPackBackwardKernel(ResidentCut cut, BackwardInputs<E> in, Pair<float>* channel_rows,
                                E* dx) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
   const ResidentShared space(cut, shared, 2 * cut.steps);
-  const Team team(cut, space.places);
+  const Team team(cut, space);
   const PackPlace<kSize> place(cut, team.rank());
-  const int stride = cut.threads * kSize;
+  if (!place.valid) return;  // a warp of its own
+  const int stride = cut.slab_threads * kSize;
   Pack<E>* const slots = space.Slots<E>();
   CopyParts parts(cut.steps);
   for (int step = 0; step < place.steps; ++step) {
@@ -136,15 +138,15 @@ __global__ void __launch_bounds__(kRunThreads, 2)
     parts.Issued(step);
   }
   parts.AllIssued();
-  const PackScratch scratch(cut, space);
-  FillTable(cut, place.n, place.first_channel, in.scale, in.bias, scratch.table);
-  const PackGradient<E, kSplit> gradient = {slots, scratch.table, cut.threads, in.mean[place.slab],
-                                            in.rstd[place.slab]};
-  __syncthreads();
-  SumPacks<E, kSplit>(cut, place, gradient, in.activation, &parts, scratch.pack_sums);
-  __syncthreads();
+  const PackScratch scratch = PackScratch::Of<(kTogether < kSize ? 2 : 1)>(cut, space, place);
+  FillTable(cut, place, in.scale, in.bias, scratch.table);
+  const PackGradient<E, kTogether> gradient = {slots, scratch.table, cut.threads,
+                                               in.mean[place.slab], in.rstd[place.slab]};
+  SyncSlab(cut);
+  SumPacks<E, kTogether>(cut, place, gradient, in.activation, &parts, scratch.pack_sums);
+  SyncSlab(cut);
   const Pair<float> total =
-      SlabSum(cut, ReducePacks<E, kSplit>(cut, place, gradient, scratch.pack_sums, channel_rows),
+      SlabSum(cut, ReducePacks<E, kTogether>(cut, place, gradient, scratch.pack_sums, channel_rows),
               scratch.warp_sums, team, 0);
   const GroupGradient terms = GroupGradient::Of(total, gradient.rstd, cut.share);
   WithActivationLeft<E>(in.activation, [&](auto tag) {
@@ -172,9 +174,10 @@ template <typename E>
 Status LaunchResidentPackBackward(const Problem& problem, const ResidentCut& cut,
                                   const Stage& stage, const BackwardArgs& args,
                                   cudaStream_t stream) {
-  const auto kernel = ChannelsShare(problem) ? ResidentPackBackwardKernel<E, true>
-                                             : ResidentPackBackwardKernel<E, false>;
-  return LaunchResident<E>(kernel, "ResidentPackBackwardKernel", problem, cut, stage, args, stream);
+  return WithTogether<E>(problem, [&](auto together) {
+    return LaunchResident<E>(ResidentPackBackwardKernel<E, together()>,
+                             "ResidentPackBackwardKernel", problem, cut, stage, args, stream);
+  });
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                     \

@@ -4,16 +4,17 @@
 namespace jax_gn::cuda {
 namespace {
 
-template <typename E, bool kSplit>
+template <typename E, int kTogether>
 __global__ void __launch_bounds__(kRunThreads, 2)
     ResidentPackForwardKernel(ResidentCut cut, ForwardInputs<E> in, float epsilon, float* mean,
                               float* rstd, E* y) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
   const ResidentShared space(cut, shared, cut.steps);
-  const Team team(cut, space.places);
+  const Team team(cut, space);
   const PackPlace<kSize> place(cut, team.rank());
-  const int stride = cut.threads * kSize;
+  if (!place.valid) return;  // a warp of its own
+  const int stride = cut.slab_threads * kSize;
   Pack<E>* const slots = space.Slots<E>();
   CopyParts parts(cut.steps);
   for (int step = 0; step < place.steps; ++step) {
@@ -21,8 +22,9 @@ __global__ void __launch_bounds__(kRunThreads, 2)
     parts.Issued(step);
   }
   parts.AllIssued();
-  Pair<float>* const table = PackScratch(cut, space).table;
-  FillTable(cut, place.n, place.first_channel, in.scale, in.bias, table);
+  Pair<float>* const table = PackScratch::Of<0>(cut, space, place).table;
+  FillTable(cut, place, in.scale, in.bias, table);
+  if (cut.solo()) __syncwarp();  // else the sums' barriers do
 
   int exchanges = 0;
   const E* const first = in.x + place.slab * cut.group_size * cut.spatial;
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
         }
         return sums;
       });
-  if (place.rank == 0 && threadIdx.x == 0) {
+  if (place.rank == 0 && place.thread == 0) {
     mean[place.slab] = numbers.mean_high;
     rstd[place.slab] = numbers.rstd;
   }
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
     E* to = y + place.offset;
 #pragma unroll 2
     for (int step = 0; step < place.steps; ++step) {
-      const PackChannels<kSplit, Normaliser> channels(
+      const PackChannels<kSize, kTogether, Normaliser> channels(
           table, at, [&](float s, float b) { return Normaliser(numbers, s, b); });
       float z[kSize];
       ToNumbers(slots[step * cut.threads], z);
@@ -64,9 +66,10 @@ __global__ void __launch_bounds__(kRunThreads, 2)
 template <typename E>
 Status LaunchResidentPackForward(const Problem& problem, const ResidentCut& cut, const Stage& stage,
                                  const ForwardArgs& args, cudaStream_t stream) {
-  const auto kernel = ChannelsShare(problem) ? ResidentPackForwardKernel<E, true>
-                                             : ResidentPackForwardKernel<E, false>;
-  return LaunchResident<E>(kernel, "ResidentPackForwardKernel", problem, cut, stage, args, stream);
+  return WithTogether<E>(problem, [&](auto together) {
+    return LaunchResident<E>(ResidentPackForwardKernel<E, together()>, "ResidentPackForwardKernel",
+                             problem, cut, stage, args, stream);
+  });
 }
 
 #define JAX_GN_INSTANTIATE(E)                                                                    \

@@ -7,8 +7,8 @@
 // partial sums; of each group over the team; write dx.
 // A team goes on to another slab: as soon as a thread has taken a pack out of its place for the
 // writing, it asks for the next slab's, so that reading never stops.
-// Of a grid team's slab the steps from `held` on pass: they are read when the held ones have been,
-// and again before those, the last one first.
+// Of a grid team's slab the steps from `held` on pass, through a ring of places: they are read when
+// the held ones have been, and again before those, the last one first.
 #ifndef JAX_GN_CUDA_RESIDENT_ROWS_H_
 #define JAX_GN_CUDA_RESIDENT_ROWS_H_
 
@@ -51,31 +51,6 @@ struct Tile {
     offset = (n * cut.spatial + place.first) * cut.channels + channel;
   }
 };
-
-// f(load(step), step) for the steps that pass, [begin, end): kAtOnce of them are loaded together.
-// Backwards: the last ones first.
-template <int kAtOnce, typename Load, typename F>
-__device__ __forceinline__ void ForPassing(int begin, int end, bool backwards, Load load, F f) {
-  using Loaded = decltype(load(0));
-  for (int done = 0; done < end - begin; done += kAtOnce) {
-    const int count = min(kAtOnce, end - begin - done);
-    const int step = backwards ? end - done - count : begin + done;
-    Loaded packs[kAtOnce];
-    if (count == kAtOnce) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) packs[i] = load(step + i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (i < count) packs[i] = load(step + i);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (i < count) f(packs[i], step + i);
-    }
-  }
-}
 
 // The groups that meet a thread's pack: their number within the tile, channel by channel.
 template <int kSize>
@@ -126,22 +101,15 @@ struct PackGroups {
   }
 };
 
-// A pass by clusters or by grid teams, whichever the cut has. Those exchange their sums in the
-// workspace, behind the sums of channels, and count from 0.
+// A pass by clusters or by grid teams, whichever the cut has.
 template <typename E, typename ClusterKernel, typename GridKernel, typename Args>
 Status LaunchTiles(ClusterKernel by_clusters, GridKernel by_grid_teams, const char* name,
                    const Problem& problem, const ResidentCut& cut, const Stage& stage,
                    const Args& args, cudaStream_t stream) {
-  if (!cut.grid_team()) {
-    return LaunchResident<E>(by_clusters, name, problem, cut, stage, args, stream, Team::Space());
+  if (cut.grid_team()) {
+    return LaunchGridTeams<E>(by_grid_teams, name, problem, cut, stage, args, stream);
   }
-  const ResidentSpace sizes = ResidentSpaceOf(problem, cut, stage.grid);
-  char* const places = static_cast<char*>(args.workspace) + sizes.channel_rows;
-  const GridTeam::Space space = {reinterpret_cast<float2*>(places),
-                                 reinterpret_cast<unsigned*>(places + sizes.places)};
-  JAX_GN_TRY(ToStatus(cudaMemsetAsync(space.arrivals, 0, sizes.arrivals, stream),
-                      "counters of grid teams", __FILE_NAME__, __LINE__));
-  return LaunchResident<E>(by_grid_teams, name, problem, cut, stage, args, stream, space);
+  return LaunchResident<E>(by_clusters, name, problem, cut, stage, args, stream, Team::Space());
 }
 
 }  // namespace jax_gn::cuda

@@ -4,8 +4,6 @@
 namespace jax_gn::cuda {
 namespace {
 
-constexpr int kAtOnce = 2;  // steps that pass, of a thread
-
 // What a thread of the backward pass knows of its channels.
 template <typename E>
 struct TileGradient {
@@ -93,42 +91,37 @@ __device__ __forceinline__ void TileSums(const ResidentCut& cut,
   __syncthreads();
 }
 
-// x's and dy's packs of a step.
-template <typename E>
-struct InputPacks {
-  Pack<E> x, dy;
-};
-
 template <typename E, typename AnyTeam>
 __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
     ResidentTileBackwardKernel(ResidentCut cut, typename AnyTeam::Space team_space,
                                BackwardInputs<E> in, Pair<float>* channel_rows, E* dx) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
-  const ResidentShared space(cut, shared, 2 * cut.held);
-  const AnyTeam team(cut, space.places, team_space);
+  constexpr int kRing = AnyTeam::kRing;
+  const ResidentShared space(cut, shared, 2 * cut.placed());
+  const AnyTeam team(cut, space, team_space);
   const TilePlace<kSize> place(cut, team.rank());
   const PackGroups<kSize> groups(cut, place.pack);
   Pack<E>* const slots = space.Slots<E>();
   CopyParts parts(cut.held);
-  const auto copy = [&](int step, int64_t at) {
-    CopyAsync(SharedAddress(slots + 2 * step * cut.threads), in.x + at);
-    CopyAsync(SharedAddress(slots + (2 * step + 1) * cut.threads), in.dy + at);
-  };
   const SlabWalk walk(cut);
   Tile<kSize> tile(cut, place, walk.first);
+  const auto slot = [&](int step) { return slots + 2 * StepPlace<kRing>(cut, step) * cut.threads; };
+  const auto copy_from = [&](int step, int64_t at) {
+    CopyAsync(SharedAddress(slot(step)), in.x + at);
+    CopyAsync(SharedAddress(slot(step) + cut.threads), in.dy + at);
+  };
+  const auto copy = [&](int step) { copy_from(step, tile.offset + step * place.stride); };
+  const auto take = [&](int step) { return InputPacks<E>{slot(step)[0], slot(step)[cut.threads]}; };
   for (int step = 0; step < place.held; ++step) {
-    copy(step, tile.offset + step * place.stride);
+    copy(step);
     parts.Issued(step);
   }
   parts.AllIssued();
+  FillRing<kRing>(place, copy);
   int exchange = 0;
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride, ++exchange) {
     const TileGradient<E> gradient(cut, tile, groups, in);
-    const auto load = [&in, &place, at = tile.offset](int step) {
-      const int64_t offset = at + step * place.stride;
-      return InputPacks<E>{LoadPack(in.x + offset), LoadPack(in.dy + offset)};
-    };
     WithActivation(in.activation, [&](auto tag) {
       ChannelSums<E, kSize> sums;
       const auto add = [&](float (&deviation)[kSize], float (&dz)[kSize]) {
@@ -140,7 +133,7 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
         }
       };
       for (int step = 0; step < place.held; sums.EndPart()) {
-        const int stop = min(place.held, parts.Ready(step));
+        const int stop = min(place.held, parts.template Ready<kRing>(step));
 #pragma unroll 1
         for (; step < stop; ++step) {
           float deviation[kSize], dz[kSize];
@@ -150,16 +143,13 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
           KeepGradient<E, tag()>(dz, slots + (2 * step + 1) * cut.threads);
         }
       }
-      if constexpr (AnyTeam::kPasses) {
-        ForPassing<kAtOnce>(place.held, place.steps, false, load,
-                            [&](const InputPacks<E>& packs, int) {
-                              float deviation[kSize], dz[kSize];
-                              ToNumbers(packs.x, deviation);
-                              ToNumbers(packs.dy, dz);
-                              add(deviation, dz);
-                              sums.EndPart();
-                            });
-      }
+      ForPassing<kRing>(place, false, copy, take, [&](const InputPacks<E>& packs, int) {
+        float deviation[kSize], dz[kSize];
+        ToNumbers(packs.x, deviation);
+        ToNumbers(packs.dy, dz);
+        add(deviation, dz);
+        sums.EndPart();
+      });
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         space.scratch[i * (cut.threads + 1) + threadIdx.x] = sums.Total()[i].first;
@@ -177,16 +167,15 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
       for (int i = 0; i < kSize; ++i) dz[i] = terms[i](gradient.slope[i], dz[i], deviation[i]);
       StorePack(at, ToPack<E>(dz));
     };
-    if constexpr (AnyTeam::kPasses) {
+    if constexpr (kRing > 0) {
       WithActivation(in.activation, [&](auto tag) {
-        ForPassing<kAtOnce>(place.held, place.steps, true, load,
-                            [&](const InputPacks<E>& packs, int step) {
-                              float deviation[kSize], dz[kSize];
-                              ToNumbers(packs.x, deviation);
-                              ToNumbers(packs.dy, dz);
-                              gradient.template Differentiate<tag()>(deviation, dz);
-                              store(deviation, dz, to + step * place.stride);
-                            });
+        ForPassing<kRing>(place, true, copy, take, [&](const InputPacks<E>& packs, int step) {
+          float deviation[kSize], dz[kSize];
+          ToNumbers(packs.x, deviation);
+          ToNumbers(packs.dy, dz);
+          gradient.template Differentiate<tag()>(deviation, dz);
+          store(deviation, dz, to + step * place.stride);
+        });
       });
     }
     const bool more = slab + walk.stride < walk.end;
@@ -204,7 +193,7 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
         float deviation[kSize], dz[kSize];
         ToNumbers(slots[2 * step * cut.threads], deviation);
         ToNumbers(slots[(2 * step + 1) * cut.threads], dz);
-        if (more) copy(step, from);
+        if (more) copy_from(step, from);
         parts.Issued(step);
         gradient.template Differentiate<tag()>(deviation, dz);
         store(deviation, dz, to);
@@ -213,6 +202,7 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
       }
     });
     parts.AllIssued();
+    if (more) FillRing<kRing>(place, copy);
   }
 }
 

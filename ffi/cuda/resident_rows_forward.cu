@@ -4,7 +4,7 @@
 namespace jax_gn::cuda {
 namespace {
 
-constexpr int kAtOnce = 4;  // steps that pass, of a thread
+constexpr int kPartSteps = 4;  // of a thread, whose sums are added up before they join the others
 
 // Adds up the threads' sums of each group, a warp at a group, and puts them to the team.
 // scratch: [slots][2][threads].
@@ -40,13 +40,13 @@ __device__ __forceinline__ int64_t ShiftPosition(const ResidentCut& cut, int i) 
 }
 
 // The groups' results in space.numbers, from the packs in `slots`; the team's first block stores
-// them. `exchanges` counts the team's.
-template <typename E, typename AnyTeam>
+// them. copy(step) asks for one that passes. `exchanges` counts the team's.
+template <typename E, typename AnyTeam, typename Copy>
 __device__ __forceinline__ void TileStatistics(
     const ResidentCut& cut, const TilePlace<kPackSize<E>>& place, const Tile<kPackSize<E>>& tile,
     const PackGroups<kPackSize<E>>& groups, const ResidentShared& space, const AnyTeam& team,
-    const ForwardInputs<E>& in, const Pack<E>* slots, CopyParts* parts, float epsilon, float* mean,
-    float* rstd, int* exchanges) {
+    const ForwardInputs<E>& in, const Pack<E>* slots, CopyParts* parts, Copy copy, float epsilon,
+    float* mean, float* rstd, int* exchanges) {
   constexpr int kSize = kPackSize<E>;
   // Slower threads may still read the last slab's mean and rstd of it; the shift they don't.
   for (int group = threadIdx.x; group < cut.tile_groups; group += cut.threads) {
@@ -72,18 +72,22 @@ __device__ __forceinline__ void TileStatistics(
     };
     for (int step = 0; step < place.held; sums.EndPart()) {
       const int stop = again ? min(place.held, step + cut.held / kCopyParts + 1)
-                             : min(place.held, parts->Ready(step));
+                             : min(place.held, parts->template Ready<AnyTeam::kRing>(step));
 #pragma unroll 2
       for (; step < stop; ++step) add(slots[step * cut.threads]);
     }
-    if constexpr (AnyTeam::kPasses) {
-      const E* const from = in.x + tile.offset;
-      ForPassing<kAtOnce>(
-          place.held, place.steps, false,
-          [&](int step) { return LoadPack(from + step * place.stride); },
+    if (again) {  // what passes has gone by
+      for (int step = place.held; step < place.steps; ++step) {
+        add(LoadPack(in.x + tile.offset + step * place.stride));
+        sums.EndPart();
+      }
+    } else {
+      ForPassing<AnyTeam::kRing>(
+          place, false, copy,
+          [&](int step) { return slots[StepPlace<AnyTeam::kRing>(cut, step) * cut.threads]; },
           [&](const Pack<E>& pack, int step) {
             add(pack);
-            if (step % kAtOnce == 0) sums.EndPart();
+            if (step % kPartSteps == 0) sums.EndPart();
           });
       sums.EndPart();
     }
@@ -143,31 +147,35 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
                               ForwardInputs<E> in, float epsilon, float* mean, float* rstd, E* y) {
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
-  const ResidentShared space(cut, shared, cut.held);
-  const AnyTeam team(cut, space.places, team_space);
+  constexpr int kRing = AnyTeam::kRing;
+  const ResidentShared space(cut, shared, cut.placed());
+  const AnyTeam team(cut, space, team_space);
   const TilePlace<kSize> place(cut, team.rank());
   const PackGroups<kSize> groups(cut, place.pack);
   Pack<E>* const slots = space.Slots<E>();
   CopyParts parts(cut.held);
   const SlabWalk walk(cut);
   Tile<kSize> tile(cut, place, walk.first);
+  const auto slot = [&](int step) { return slots + StepPlace<kRing>(cut, step) * cut.threads; };
+  const auto copy = [&](int step) {
+    CopyAsync(SharedAddress(slot(step)), in.x + tile.offset + step * place.stride);
+  };
   for (int step = 0; step < place.held; ++step) {
-    CopyAsync(SharedAddress(slots + step * cut.threads), in.x + tile.offset + step * place.stride);
+    copy(step);
     parts.Issued(step);
   }
   parts.AllIssued();
+  FillRing<kRing>(place, copy);
   int exchanges = 0;
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride) {
-    TileStatistics<E>(cut, place, tile, groups, space, team, in, slots, &parts, epsilon, mean, rstd,
-                      &exchanges);
+    TileStatistics<E>(cut, place, tile, groups, space, team, in, slots, &parts, copy, epsilon, mean,
+                      rstd, &exchanges);
     const TileOutput<E> output(tile, groups, space.numbers, in);
     E* to = y + tile.offset;
-    if constexpr (AnyTeam::kPasses) {
-      const E* const again = in.x + tile.offset;
+    if constexpr (kRing > 0) {
       WithActivation(in.activation, [&](auto tag) {
-        ForPassing<kAtOnce>(
-            place.held, place.steps, true,
-            [&](int step) { return LoadPack(again + step * place.stride); },
+        ForPassing<kRing>(
+            place, true, copy, [&](int step) { return *slot(step); },
             [&](const Pack<E>& pack, int step) {
               float z[kSize];
               ToNumbers(pack, z);
@@ -198,6 +206,7 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
       }
     });
     parts.AllIssued();
+    if (more) FillRing<kRing>(place, copy);
   }
 }
 

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kRunThreads, 2)
   constexpr int kSize = kPackSize<E>;
   extern __shared__ __align__(16) char shared[];
   const ResidentShared space(cut, shared, 2 * cut.steps);
-  const Team team(cut, space.places);
+  const Team team(cut, space);
   const RunPlace place(cut, team.rank());
   const SlabWalk walk(cut);
   if (walk.first >= walk.end) return;  // a warp of its own

@@ -31,10 +31,9 @@ Status Forward(const Problem& problem, const Plan& plan, const ForwardArgs& args
   }
   if (problem.sums_only) return Status();
   if (LayoutOf(problem) == Layout::kChannelsLast) {
-    return LaunchRowApply<E>(problem, CutRows(problem), *stage++, args, space, stream);
+    return LaunchRowApply<E>(problem, CutRowsToWrite(problem), *stage++, args, space, stream);
   }
-  return LaunchRunApply<E>(problem, CutRuns(problem, problem.channels), *stage++, args, space,
-                           stream);
+  return LaunchRunApply<E>(problem, CutRunsToWrite(problem), *stage++, args, space, stream);
 }
 
 template <typename E>
@@ -54,7 +53,8 @@ Status Backward(const Problem& problem, const Plan& plan, const BackwardArgs& ar
       JAX_GN_TRY(LaunchRowSums<E>(problem, cut, *stage++, args, space, stream));
       if (!problem.sums_only) {
         if (!cut.whole_groups()) JAX_GN_TRY(combine());
-        JAX_GN_TRY(LaunchRowGradient<E>(problem, cut, *stage++, args, space, stream));
+        JAX_GN_TRY(
+            LaunchRowGradient<E>(problem, CutRowsToWrite(problem), *stage++, args, space, stream));
       }
     }
   } else {
@@ -62,7 +62,8 @@ Status Backward(const Problem& problem, const Plan& plan, const BackwardArgs& ar
     JAX_GN_TRY(LaunchRunSums<E>(problem, cut, *stage++, args, space, stream));
     if (!problem.sums_only) {
       JAX_GN_TRY(combine());
-      JAX_GN_TRY(LaunchRunGradient<E>(problem, cut, *stage++, args, space, stream));
+      JAX_GN_TRY(
+          LaunchRunGradient<E>(problem, CutRunsToWrite(problem), *stage++, args, space, stream));
     }
   }
   for (const Param form : {Param::kPerChannel, Param::kPerSample}) {

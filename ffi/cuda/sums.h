@@ -5,6 +5,7 @@
 #ifndef JAX_GN_CUDA_SUMS_H_
 #define JAX_GN_CUDA_SUMS_H_
 
+#include <cmath>
 #include <cstdint>
 
 #include "cut.h"
@@ -108,22 +109,31 @@ struct Centre {
   }
 };
 
-// The sum over `lanes` neighbouring threads of a warp, in all of them, in the accumulator's type.
+// The sum over `lanes` neighbouring threads of a warp, in all of them, in the accumulator's type:
+// of a number or a pair.
+template <typename T>
+__device__ __forceinline__ T AddFromLane(T value, int offset) {
+  return value + __shfl_xor_sync(0xffffffffu, value, offset);
+}
+template <typename T>
+__device__ __forceinline__ Pair<T> AddFromLane(Pair<T> pair, int offset) {
+  return {AddFromLane(pair.first, offset), AddFromLane(pair.second, offset)};
+}
 template <typename T>
 __device__ __forceinline__ T WarpSum(T value, int lanes = 32) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, offset);
-  }
+  for (int offset = lanes / 2; offset > 0; offset /= 2) value = AddFromLane(value, offset);
   return value;
 }
-template <typename T>
-__device__ __forceinline__ Pair<T> WarpSum(Pair<T> pair, int lanes = 32) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    pair.first += __shfl_xor_sync(0xffffffffu, pair.first, offset);
-    pair.second += __shfl_xor_sync(0xffffffffu, pair.second, offset);
-  }
-  return pair;
+
+// 1 / sqrt(x), correctly rounded but for a few values: a Newton step with the residual in full. A
+// quarter of the instructions that the two functions take.
+__device__ __forceinline__ float InverseRoot(float x) {
+  const float r = rsqrtf(x);
+  const float root = x * r, rest = fmaf(x, r, -root);  // x r, in two parts
+  const float residual = fmaf(rest, r, fmaf(root, r, -1.0f));
+  return r > 0 && r < HUGE_VALF ? fmaf(-0.5f * r, residual, r) : r;
 }
+__device__ __forceinline__ double InverseRoot(double x) { return 1 / sqrt(x); }
 
 // Results of a group: mean and rstd, and what the saved mean lacks, which only y still needs.
 template <typename T>

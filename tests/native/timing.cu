@@ -170,15 +170,17 @@ constexpr size_t kLadder = 13;  // cuts of a problem, of each kind, that are tim
 // Which cuts a person asked for; 0: any.
 struct CutFilter {
   int width = 0, threads = 0, team = 0;
+  bool grid = false;  // grid teams alone
 
-  bool any() const { return width == 0 && threads == 0 && team == 0; }
+  bool any() const { return width == 0 && threads == 0 && team == 0 && !grid; }
   bool operator()(const cuda::ResidentCut& cut) const {
     const int cut_width = cut.rows() ? cut.tile_packs : cut.lanes;
     return (width == 0 || width == cut_width) && (threads == 0 || threads == cut.threads) &&
-           (team == 0 || team == cut.team);
+           (team == 0 || team == cut.team) && (!grid || cut.grid_team());
   }
-  // From "team=7"; false where the argument says something else.
+  // From "team=7" or "grid"; false where the argument says something else.
   bool Take(const std::string& argument) {
+    if (argument == "grid") return grid = true;
     for (const auto& [name, value] : {std::pair("width=", &width), std::pair("threads=", &threads),
                                       std::pair("team=", &team)}) {
       if (argument.rfind(name, 0) != 0) continue;
