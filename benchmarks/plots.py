@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 
 import matplotlib
@@ -167,11 +168,16 @@ def _panels(rows: list[dict], value, names: tuple[str, ...], label: str):
         if row["activation"] is not None or row["problem"] not in mine:
             mine[row["problem"]] = row
     most = max(map(len, kinds.values()))
-    height = 0.8 + 0.16 * most * (len(names) + 1)
-    figure, panels = plt.subplots(
-        1, len(kinds), figsize=(1.5 + 4 * len(kinds), height), sharey=True, squeeze=False
+    columns = min(4, len(kinds))
+    lines = math.ceil(len(kinds) / columns)
+    height = lines * (0.8 + 0.16 * most * (len(names) + 1))
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(1.5 + 4 * columns, height), sharey=True, squeeze=False
     )
-    for panel, (kind, mine) in zip(panels[0], kinds.items(), strict=True):
+    panels = grid.ravel()
+    for panel in panels[len(kinds) :]:
+        panel.set_visible(False)
+    for panel, (kind, mine) in zip(panels, kinds.items(), strict=False):
         for i, name in enumerate(names):
             bars = [(j, value(row, name)) for j, row in enumerate(mine.values()) if _has(row, name)]
             place = [j + 0.8 * (i + 0.5) / len(names) - 0.4 for j, _ in bars]
@@ -182,10 +188,10 @@ def _panels(rows: list[dict], value, names: tuple[str, ...], label: str):
         panel.set_title(", ".join(kind).replace("both", "forward + backward"), fontsize=9)
         panel.grid(axis="x", alpha=0.3)
         panel.set_xlabel(label)
-    panels[0][0].invert_yaxis()
-    panels[0][-1].legend(fontsize=8)
+    panels[0].invert_yaxis()
+    panels[columns - 1].legend(fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 0.97))
-    return figure, panels[0]
+    return figure, panels
 
 
 def _has(row: dict, name: str) -> bool:

@@ -135,8 +135,8 @@ double ResidentCost(const Problem& problem, const cuda::ResidentCut& cut) {
 
 // The time of grid teams, in us on an H200: a round's latencies and exchange; each step's copies in
 // and out at the memory's speed; and for steps that pass, a second reading, but of the last ones,
-// which the L2 cache still has. Fitted to 1,900 timings, of the better ones of which it is off by 5
-// % (channels last) and 3 % (first); the cut of least time takes 0.5 % longer than the best one
+// which the L2 cache still has. Fitted to 2,257 timings, of the best ones of which it is off by 5 %
+// (channels last) and 3 % (first); the cut of least time takes 0.5 % longer than the best one
 // timed.
 double GridTeamTime(const Problem& problem, const cuda::ResidentCut& cut) {
   const bool forward = problem.op == Op::kForward, paired = SizeOf(problem.dtype) == 2;
