@@ -56,6 +56,17 @@ __device__ __forceinline__ void FillRing(const Place& place, Copy copy) {
   }
 }
 
+// Asks for a thread's first slab.
+template <int kRing, typename Place, typename Copy>
+__device__ __forceinline__ void AskForSlab(const Place& place, CopyParts* parts, Copy copy) {
+  for (int step = 0; step < place.held; ++step) {
+    copy(step);
+    parts->Issued(step);
+  }
+  parts->AllIssued();
+  FillRing<kRing>(place, copy);
+}
+
 // f(take(step), step) for the steps that pass; as soon as one has been taken out of its place, the
 // next one for that place is asked for. Backwards, the last steps first, it begins with what the
 // ring still holds of another walk.

@@ -113,12 +113,7 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
   };
   const auto copy = [&](int step) { copy_from(step, tile.offset + step * place.stride); };
   const auto take = [&](int step) { return InputPacks<E>{slot(step)[0], slot(step)[cut.threads]}; };
-  for (int step = 0; step < place.held; ++step) {
-    copy(step);
-    parts.Issued(step);
-  }
-  parts.AllIssued();
-  FillRing<kRing>(place, copy);
+  AskForSlab<kRing>(place, &parts, copy);
   int exchange = 0;
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride, ++exchange) {
     const TileGradient<E> gradient(cut, tile, groups, in);

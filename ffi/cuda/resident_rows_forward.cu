@@ -160,12 +160,7 @@ __global__ void __launch_bounds__(AnyTeam::kMostThreads, 2)
   const auto copy = [&](int step) {
     CopyAsync(SharedAddress(slot(step)), in.x + tile.offset + step * place.stride);
   };
-  for (int step = 0; step < place.held; ++step) {
-    copy(step);
-    parts.Issued(step);
-  }
-  parts.AllIssued();
-  FillRing<kRing>(place, copy);
+  AskForSlab<kRing>(place, &parts, copy);
   int exchanges = 0;
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride) {
     TileStatistics<E>(cut, place, tile, groups, space, team, in, slots, &parts, copy, epsilon, mean,

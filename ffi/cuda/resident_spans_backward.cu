@@ -77,12 +77,7 @@ __global__ void __launch_bounds__(kRunThreads, kGridBlocks)
     CopyAsync(SharedAddress(slot(step) + cut.threads), in.dy + at);
   };
   const auto take = [&](int step) { return InputPacks<E>{slot(step)[0], slot(step)[cut.threads]}; };
-  for (int step = 0; step < place.held; ++step) {
-    copy(step);
-    parts.Issued(step);
-  }
-  parts.AllIssued();
-  FillRing<kRing>(place, copy);
+  AskForSlab<kRing>(place, &parts, copy);
   int exchange = 0;
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride, ++exchange) {
     const SpanGradient gradient(in, span);

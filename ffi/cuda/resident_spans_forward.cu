@@ -30,12 +30,7 @@ __global__ void __launch_bounds__(kRunThreads, kGridBlocks)
     return ToNumber(in.x[span.offset - place.offset + i]) +
            in.addend.LoadOne(span.n, first_channel + i / cut.spatial, 0.0f);
   };
-  for (int step = 0; step < place.held; ++step) {
-    copy(step);
-    parts.Issued(step);
-  }
-  parts.AllIssued();
-  FillRing<kRing>(place, copy);
+  AskForSlab<kRing>(place, &parts, copy);
   int exchanges = 0;
   for (unsigned slab = walk.first; slab < walk.end; slab += walk.stride) {
     const float added = in.addend.LoadOne(span.n, span.channel, 0.0f);
