@@ -74,8 +74,8 @@ void PlanRuns(const Problem& problem, Plan* plan) {
     if (statistics.pieces > 1) {
       plan->AddStage(Streaming("combine_moments", cuda::CombineBlocks(problem)));
     }
-    if (!problem.sums_only)
-      plan->AddStage(Streaming("run_apply", cuda::CutRunsToWrite(problem).blocks()));
+    if (problem.sums_only) return;
+    plan->AddStage(Streaming("run_apply", cuda::CutRunsToWrite(problem).blocks()));
   } else {
     plan->AddStage(Streaming("run_sums", channels.blocks()));
     if (problem.sums_only) return;

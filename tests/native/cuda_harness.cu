@@ -4,9 +4,8 @@
 //   cuda_harness repeat                              20 runs, 2 streams, CUDA graphs: equal bits
 //   cuda_harness plant out_of_bounds|uninitialised|race    a bug, for a sanitizer to find
 //   cuda_harness time NAME:N:SPATIAL:CHANNELS:GROUPS:ACTIVATION ... [TYPE ...] [FAMILY ...]
-//   cuda_harness ladder ... [width=W] [threads=T] [team=B] [grid]    the same, and cuts of family
-//   "resident" cuda_harness teams                               clusters of each size that run at
-//   once
+//   cuda_harness ladder ... [width=W] [threads=T] [team=B] [grid]    and cuts of family "resident"
+//   cuda_harness teams                               clusters of each size that run at once
 //
 // Exits with 1 if a check failed.
 #include <algorithm>
